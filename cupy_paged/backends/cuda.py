@@ -1,0 +1,280 @@
+"""Decode on a GPU: which kernel for which call, and its launches.
+
+A call is described by its `Problem`; everything derived from it (kernel, plan, launches) is made once and kept,
+so that a warm call only packs pointers and launches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .. import arrays, jit
+from ..arrays import Array
+from ..plan import Plan, Problem
+from .launch import Launch, Params
+from .variants import Variant, choose
+
+LOG2_E = 1.4426950408889634
+_PACK = struct.Struct("=10Q7qfI10i")  # struct DecodeParams of kernels/params.cuh
+_params = Params(_PACK.size)
+
+
+@functools.cache
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            "CUDA arrays need CuPy: pip install 'cupy-paged[cuda12]' or 'cupy-paged[cuda13]', by the driver's CUDA major"
+        ) from error
+    return cupy
+
+
+@functools.cache
+def device_properties(device: int) -> tuple[str, int]:
+    """(architecture such as '90a', number of multiprocessors) of a CUDA device this package supports."""
+    cupy = _cupy()
+    properties = cupy.cuda.runtime.getDeviceProperties(device)
+    major, minor = properties["major"], properties["minor"]
+    if major < 8:
+        raise RuntimeError(
+            f"CUDA device {device} ({properties['name'].decode()}) has compute capability {major}.{minor}; "
+            f"cupy_paged needs 8.0 or newer (Ampere, Ada, Hopper, Blackwell). The NumPy backend runs anywhere"
+        )
+    return f"{major}{minor}", properties["multiProcessorCount"]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What launches need to know of a CUDA device."""
+
+    number: int
+    arch: str
+    num_sms: int
+
+
+@functools.cache
+def _device(number: int) -> Device:
+    return Device(number, *device_properties(number))
+
+
+def current_device() -> int:
+    return int(_cupy().cuda.runtime.getDevice())
+
+
+def device_of(a: Array) -> Device:
+    return _device(a.device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(
+    device: Device,
+    file: str,
+    entry: str,
+    constants: jit.Constants,
+    grid: tuple[int, ...],
+    threads: int,
+    shared_bytes: int,
+) -> Launch:
+    refuse_cold_capture()
+    function = jit.load(file, entry, constants, device.arch, device.number, shared_bytes)
+    return Launch(function, grid, (threads,), shared_bytes)
+
+
+def launch(
+    device: Device,
+    file: str,
+    entry: str,
+    constants: dict[str, int],
+    grid: tuple[int, ...],
+    threads: int,
+    shared_bytes: int,
+    stream: int,
+    packed: bytes,
+) -> None:
+    """Launch a kernel whose one argument is the struct `packed`; what is loaded for a geometry is kept."""
+    with on_device(device.number):
+        kernel = _launch(device, file, entry, tuple(sorted(constants.items())), grid, threads, shared_bytes)
+        argument = ctypes.c_char_p(packed)  # the launch copies the struct before it returns
+        pointers = (ctypes.c_void_p * 1)(ctypes.cast(argument, ctypes.c_void_p).value)
+        kernel(ctypes.addressof(pointers), stream)
+
+
+@contextlib.contextmanager
+def on_device(device: int) -> Iterator[None]:
+    """Make `device` current and put the former one back."""
+    runtime = _cupy().cuda.runtime
+    before = runtime.getDevice()
+    if before == device:
+        yield
+        return
+    runtime.setDevice(device)
+    try:
+        yield
+    finally:
+        runtime.setDevice(before)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All of a call that its shapes decide."""
+
+    variant: Variant
+    plan: Plan
+    launches: tuple[Launch, ...]
+
+
+_prepared: dict[tuple[Any, ...], Prepared] = {}
+
+
+def plan_for(problem: Problem, device: int, align: tuple[int, int] = (16, 16)) -> tuple[Variant, Plan]:
+    """The kernel and plan of a call; needs the device's properties but loads nothing."""
+    arch, num_sms = device_properties(device)
+    return choose(problem, int(arch), num_sms, align)
+
+
+def prepare(problem: Problem, device: int, align: tuple[int, int] = (16, 16)) -> Prepared:
+    """Load the kernels of a call (compiling them where no cache has them) on the current device.
+
+    `align` is the alignment in bytes of the pool's rows and of the rows of scales.
+    """
+    key = (problem, device, align)
+    found = _prepared.get(key)
+    if found is not None:
+        return found
+    variant, plan = plan_for(problem, device, align)
+    arch, _ = device_properties(device)
+    refuse_cold_capture()
+    grid = (plan.num_ctas, -(-problem.num_heads // variant.heads_per_cta))
+    function = jit.load(variant.file, variant.entry, variant.constants, variant.arch or arch, device, variant.shared_bytes)
+    launches = [Launch(function, grid, (variant.threads,), variant.shared_bytes)]
+    if plan.num_partials:
+        combine = variant.combine
+        function = jit.load(combine.file, combine.entry, combine.constants, arch, device)
+        launches.append(Launch(function, combine.grid, (combine.threads,), 0, dependent=int(arch) >= 90))
+    if len(_prepared) >= 4096:
+        _prepared.clear()
+    return _prepared.setdefault(key, Prepared(variant, plan, tuple(launches)))
+
+
+def refuse_cold_capture() -> None:
+    """Loading a module inside a capture fails halfway on some drivers: say so before touching the stream."""
+    cupy = _cupy()
+    stream = cupy.cuda.get_current_stream()
+    if stream.ptr and stream.is_capturing() or _torch_is_capturing():
+        raise RuntimeError(
+            "the first call of this shape is inside a CUDA graph capture, and its kernel is not loaded yet: "
+            "call cupy_paged.warmup(...) (or paged_decode once) with these shapes before the capture"
+        )
+
+
+def _torch_is_capturing() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _alignment(a: Array | None, least: int, name: str) -> int:
+    """Largest of 16, 8 and 4 bytes that divides the array's address and its row strides."""
+    if a is None:
+        return 16
+    mixed = a.ptr | 16
+    for size, stride in zip(a.shape[:-1], a.strides[:-1], strict=True):
+        if size > 1:
+            mixed |= stride
+    step = mixed & -mixed
+    if step < least:
+        raise ValueError(
+            f"rows of {name} must begin at multiples of {least} bytes, got address {a.ptr:#x} and strides {a.strides}; "
+            f"make an aligned copy first"
+        )
+    return step
+
+
+def decode(
+    problem: Problem,
+    q: Array,
+    pool: Array,
+    indices: Array,
+    indptr: Array,
+    sink: Array | None,
+    scales: Array | None,
+    softmax_scale: float,
+    out: Array,
+    lse: Array | None,
+    workspace: Array | None,
+    stream: int | None,
+) -> None:
+    """Launch a checked call. All arrays are on q's device."""
+    runtime = _cupy().cuda.runtime
+    if runtime.getDevice() != q.device:
+        with on_device(q.device):
+            return decode(
+                problem, q, pool, indices, indptr, sink, scales, softmax_scale, out, lse, workspace, stream
+            )
+    if stream is None:
+        stream = arrays.current_stream(q)
+    align = (_alignment(pool, 4, "unified_kv"), _alignment(scales, 4, "kv_scales"))
+    prepared = prepare(problem, q.device, align)
+    plan = prepared.plan
+    base = 0
+    if plan.workspace_bytes:
+        if workspace is None:
+            workspace = arrays.empty(q, (plan.workspace_bytes,), "uint8")
+        elif workspace.shape[0] < plan.workspace_bytes:
+            raise ValueError(
+                f"workspace must hold at least {plan.workspace_bytes} bytes (see cupy_paged.workspace_size), "
+                f"got {workspace.shape[0]}"
+            )
+        base = workspace.ptr
+        if base % 16:
+            raise ValueError(f"workspace must begin at a multiple of 16 bytes, got address {base:#x}")
+    paged = len(pool.shape) == 3
+    strides = pool.strides
+    _PACK.pack_into(
+        _params.buffer,
+        0,
+        q.ptr,
+        pool.ptr,
+        scales.ptr if scales is not None else 0,
+        indices.ptr,
+        indptr.ptr,
+        sink.ptr if sink is not None else 0,
+        out.ptr,
+        lse.ptr if lse is not None else 0,
+        base,
+        base + plan.lse_offset,
+        q.strides[0] >> 1,
+        q.strides[1] >> 1,
+        out.strides[0] >> 1,
+        out.strides[1] >> 1,
+        strides[0],
+        strides[1] if paged else 0,
+        scales.strides[0] >> 2 if scales is not None else 0,
+        softmax_scale * LOG2_E,
+        min(pool.shape[0] * problem.page_size, 2**31),
+        problem.page_size,
+        problem.num_tokens,
+        problem.num_heads,
+        problem.nnz,
+        plan.num_ctas,
+        plan.tile,
+        plan.row_cost,
+        plan.chunk_min,
+        plan.max_chunks,
+        plan.num_partials,
+    )
+    for launch in prepared.launches:
+        launch(_params.address, stream)
+
+
+def workspace_bytes(problem: Problem, device: int) -> int:
+    """Enough for any alignment of the pool."""
+    return max(plan_for(problem, device, (step, step))[1].workspace_bytes for step in (16, 8, 4))
+
