@@ -121,7 +121,9 @@ def _from_numpy(name: str, a: Any) -> Array:
 
 def _from_cupy(name: str, a: Any) -> Array:
     data = a.data
-    return Array(a, "cupy", data.ptr, a.shape, a.strides, _NAMES.get(a.dtype) or dtype_name(a.dtype), data.device_id, True)
+    return Array(
+        a, "cupy", data.ptr, a.shape, a.strides, _NAMES.get(a.dtype) or dtype_name(a.dtype), data.device_id, True
+    )
 
 
 def _from_torch(name: str, a: Any) -> Array:

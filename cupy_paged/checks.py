@@ -71,7 +71,9 @@ def target(name: str, a: Array) -> None:
     if not a.writable:
         raise ValueError(f"{name} is read-only; give a writable array")
     if any(n > 1 and s == 0 for n, s in zip(a.shape, a.strides, strict=True)):
-        raise ValueError(f"{name} has overlapping elements (strides {a.strides} bytes); give an array with memory of its own")
+        raise ValueError(
+            f"{name} has overlapping elements (strides {a.strides} bytes); give an array with memory of its own"
+        )
 
 
 def positive_int(name: str, value: Any, least: int = 1) -> int:
@@ -108,7 +110,9 @@ def flag(name: str, value: Any) -> bool:
 
 def head_dim(name: str, size: int) -> None:
     if size % 64 or not 64 <= size <= MAX_HEAD_DIM:
-        raise ValueError(f"the head dimension D of {name} must be a multiple of 64 from 64 to {MAX_HEAD_DIM}, got {size}")
+        raise ValueError(
+            f"the head dimension D of {name} must be a multiple of 64 from 64 to {MAX_HEAD_DIM}, got {size}"
+        )
 
 
 def pool_dtype(pool: Array, scales: Array | None, q_dtype: str | None, pool_name: str, scales_name: str) -> str:
@@ -288,7 +292,9 @@ def index_values(indices: np.ndarray, indptr: np.ndarray, num_slots: int) -> Non
     steps = np.diff(indptr.astype(np.int64))
     if (steps < 0).any():
         t = int(np.argmax(steps < 0))
-        raise ValueError(f"kv_indptr must not decrease: kv_indptr[{t}] = {indptr[t]}, kv_indptr[{t + 1}] = {indptr[t + 1]}")
+        raise ValueError(
+            f"kv_indptr must not decrease: kv_indptr[{t}] = {indptr[t]}, kv_indptr[{t + 1}] = {indptr[t + 1]}"
+        )
     if indptr[-1] > nnz:
         t = int(np.argmax(indptr > nnz))
         raise ValueError(f"kv_indptr[{t}] = {indptr[t]} is beyond the {nnz} entries of kv_indices")

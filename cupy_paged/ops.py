@@ -121,9 +121,7 @@ def paged_decode(
         _problems[key] = problem
     scale = problem.head_dim**-0.5 if softmax_scale is None else checks.finite("softmax_scale", softmax_scale)
     if validate:
-        checks.index_values(
-            arrays.to_numpy(indices), arrays.to_numpy(indptr), pool.shape[0] * problem.page_size
-        )
+        checks.index_values(arrays.to_numpy(indices), arrays.to_numpy(indptr), pool.shape[0] * problem.page_size)
 
     on_host = q_.kind == "numpy"
     if workspace is not None and not on_host:

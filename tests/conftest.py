@@ -79,7 +79,10 @@ def pytest_sessionfinish(session):
     from cupy_paged import bench
 
     driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout.strip()
     record = {
         "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

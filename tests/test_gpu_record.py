@@ -33,7 +33,9 @@ def test_record_has_every_gpu_test_and_no_failure(record):
     wanted = {line for line in listing if "::" in line}
     assert wanted, "no GPU test was collected"
     assert set(record["tests"]) == wanted
-    bad = {name: text for name, text in record["tests"].items() if text != "passed" and not text.startswith("skipped: ")}
+    bad = {
+        name: text for name, text in record["tests"].items() if text != "passed" and not text.startswith("skipped: ")
+    }
     assert not bad
 
 

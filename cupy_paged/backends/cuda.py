@@ -153,7 +153,9 @@ def prepare(problem: Problem, device: int, align: tuple[int, int] = (16, 16)) ->
     arch, _ = device_properties(device)
     refuse_cold_capture()
     grid = (plan.num_ctas, -(-problem.num_heads // variant.heads_per_cta))
-    function = jit.load(variant.file, variant.entry, variant.constants, variant.arch or arch, device, variant.shared_bytes)
+    function = jit.load(
+        variant.file, variant.entry, variant.constants, variant.arch or arch, device, variant.shared_bytes
+    )
     launches = [Launch(function, grid, (variant.threads,), variant.shared_bytes)]
     if plan.num_partials:
         combine = variant.combine
@@ -168,7 +170,7 @@ def refuse_cold_capture() -> None:
     """Loading a module inside a capture fails halfway on some drivers: say so before touching the stream."""
     cupy = _cupy()
     stream = cupy.cuda.get_current_stream()
-    if stream.ptr and stream.is_capturing() or _torch_is_capturing():
+    if (stream.ptr and stream.is_capturing()) or _torch_is_capturing():
         raise RuntimeError(
             "the first call of this shape is inside a CUDA graph capture, and its kernel is not loaded yet: "
             "call cupy_paged.warmup(...) (or paged_decode once) with these shapes before the capture"
@@ -215,9 +217,7 @@ def decode(
     runtime = _cupy().cuda.runtime
     if runtime.getDevice() != q.device:
         with on_device(q.device):
-            return decode(
-                problem, q, pool, indices, indptr, sink, scales, softmax_scale, out, lse, workspace, stream
-            )
+            return decode(problem, q, pool, indices, indptr, sink, scales, softmax_scale, out, lse, workspace, stream)
     if stream is None:
         stream = arrays.current_stream(q)
     align = (_alignment(pool, 4, "unified_kv"), _alignment(scales, 4, "kv_scales"))
@@ -277,4 +277,3 @@ def decode(
 def workspace_bytes(problem: Problem, device: int) -> int:
     """Enough for any alignment of the pool."""
     return max(plan_for(problem, device, (step, step))[1].workspace_bytes for step in (16, 8, 4))
-

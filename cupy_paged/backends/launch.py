@@ -69,7 +69,7 @@ class Launch:
         dependent: bool = False,
     ) -> None:
         self._function = function
-        self._geometry = (grid + (1, 1))[:3], (block + (1, 1))[:3]
+        self._geometry = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
         self._shared_bytes = shared_bytes
         self._dependent = dependent
         self._launch = _driver().cuLaunchKernelEx
