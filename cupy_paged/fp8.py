@@ -49,7 +49,8 @@ def scale_of_amax(amax: np.ndarray, pow2: bool) -> np.ndarray:
 def quantize(x: np.ndarray, group_size: int, pow2: bool) -> tuple[np.ndarray, np.ndarray]:
     """Codes (uint8, in x's shape) and scales of pages (P, page_size, D) or rows (P, D)."""
     head_dim = x.shape[-1]
-    groups = x.astype(np.float32).reshape(len(x), -1, head_dim // group_size, group_size)
+    page_size = x.shape[1] if x.ndim == 3 else 1
+    groups = x.astype(np.float32).reshape(len(x), page_size, head_dim // group_size, group_size)
     scales = scale_of_amax(finite_amax(groups, (1, 3)), pow2)
     return encode(groups, scales[:, None, :, None]).reshape(x.shape), scales
 
