@@ -94,20 +94,18 @@ def test_finite_amax_leaves_out_what_is_not_finite():
     np.testing.assert_array_equal(fp8.finite_amax(x, 1), [3, 2, 0])
 
 
-@pytest.mark.parametrize("shape", [(5, 256), (3, 4, 128), (0, 64), (2, 1, 512)])
+@pytest.mark.parametrize("shape", [(5, 256), (3, 4, 128), (0, 128), (2, 1, 512)])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("pow2", [False, True])
 def test_quantize_takes_one_scale_for_a_group_of_a_page(shape, group_size, dtype, pow2):
-    if shape[-1] % group_size:
-        pytest.skip("group_size does not divide D")
     rng = np.random.default_rng(7)
     x = (rng.standard_normal(shape) * 10).astype(dtype)
     codes, scales = fp8.quantize(x, group_size, pow2)
     assert codes.shape == shape
     assert codes.dtype == np.uint8
     assert scales.shape == (shape[0], shape[-1] // group_size)
-    pages = x.astype(np.float32).reshape(shape[0], -1, shape[-1])
+    pages = x.astype(np.float32).reshape(shape[0], shape[1] if len(shape) == 3 else 1, shape[-1])
     for page in range(shape[0]):
         for group in range(scales.shape[1]):
             part = np.s_[group * group_size : (group + 1) * group_size]
