@@ -59,7 +59,7 @@ def ndim(name: str, a: Array, wanted: int, axes: str) -> None:
 
 
 def contiguous_last(name: str, a: Array, itemsize: int) -> None:
-    if a.shape and a.shape[-1] > 1 and a.strides[-1] != itemsize:
+    if 0 not in a.shape and a.shape[-1] > 1 and a.strides[-1] != itemsize:
         raise ValueError(
             f"the last axis of {name} must be contiguous (stride {itemsize} bytes), got strides {a.strides} bytes; "
             f"make a contiguous copy first"
