@@ -137,4 +137,5 @@ def test_automatic_split_is_near_the_best(pool, flush, record_gpu):
                     "ratio": auto / sweep[best],
                 }
     record_gpu("automatic_split", figures)
-    assert figures and all(np.isfinite(f["ratio"]) for f in figures.values())
+    assert figures
+    assert all(np.isfinite(f["ratio"]) for f in figures.values())
