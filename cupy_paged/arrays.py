@@ -6,8 +6,9 @@ from ``sys.modules``, where it must be because the caller holds one of its array
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -41,6 +42,7 @@ _NAMES: dict[Any, str] = {
         ml_dtypes.float8_e5m2fnuz,
     )
 }
+_ML_DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
 ITEMSIZE = {
     "uint8": 1,
     "float8_e4m3fn": 1,
@@ -169,13 +171,14 @@ def view(name: str, obj: Any) -> Array:
 
 
 def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
-    """A new contiguous array of the kind and device of `like`."""
+    """A new contiguous array of the kind and device of `like`; FP8 as uint8 for CuPy, which has no such dtype."""
     if like.kind == "torch":
         torch = sys.modules["torch"]
         return _from_torch("", torch.empty(shape, dtype=getattr(torch, dtype), device=like.obj.device))
     module = np if like.kind == "numpy" else sys.modules["cupy"]
-    np_dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    return view("", module.empty(shape, np_dtype))
+    if like.kind == "cupy" and dtype == "float8_e4m3fn":
+        dtype = "uint8"
+    return view("", module.empty(shape, _ML_DTYPES.get(dtype, dtype)))
 
 
 def as_cupy(a: Array) -> Any:
@@ -191,14 +194,36 @@ def as_cupy(a: Array) -> Any:
     return cupy.ndarray(a.shape, raw, cupy.cuda.MemoryPointer(memory, 0), a.strides)
 
 
+def raw(a: Array) -> Any:
+    """The same memory as a NumPy or CuPy array, elements without a common dtype (bf16, FP8) as unsigned integers."""
+    if a.kind != "numpy":
+        return as_cupy(a)
+    return a.obj.view(f"uint{8 * a.obj.itemsize}") if a.dtype in _ML_DTYPES else a.obj
+
+
+@contextlib.contextmanager
+def on_device(a: Array, stream: int | None = None) -> Iterator[None]:
+    """Make a's CUDA device and the stream (default: its library's) current for CuPy; nothing for NumPy arrays."""
+    if a.kind == "numpy":
+        yield
+        return
+    import cupy
+
+    address = current_stream(a) if stream is None else stream
+    with cupy.cuda.Device(a.device), cupy.cuda.ExternalStream(address, a.device):
+        yield
+
+
 def to_numpy(a: Array) -> Any:
     """The values as a NumPy array; synchronises where they are on a GPU."""
     if a.kind == "numpy":
         return a.obj
     import cupy
 
-    with cupy.cuda.Device(a.device), cupy.cuda.ExternalStream(current_stream(a), a.device):
-        return cupy.asnumpy(as_cupy(a))
+    with on_device(a):
+        values = cupy.asnumpy(as_cupy(a))
+    dtype = np.dtype(_ML_DTYPES.get(a.dtype, a.dtype))
+    return values if values.dtype == dtype else values.view(dtype)
 
 
 def current_stream(a: Array) -> int:

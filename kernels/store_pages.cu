@@ -1,0 +1,233 @@
+// Scatter rows into an e4m3fn pool whose pages hold several slots that share one row of scales: one launch.
+//
+// A page's group has one scale, and rows arrive one at a time. The rule, for each group of each page a call touches:
+//   needed = scale of the largest finite element of the rows that the call stores there
+//   all slots of the page stored, or the old scale at most SCALE_MIN (nothing there yet):   new = needed
+//   needed <= old:                                                                            new = old
+//   otherwise:                                    new = old * 2^k, the least such power that reaches needed
+// The other rows of the page are requantised in the same launch when the scale changed. A power of two moves
+// e4m3 codes exactly, but for those that become subnormal: rows do not decay however often a page is rescaled.
+//
+// Grid: blocks of block_rows consecutive rows. The first row of the call in a page leads it, and the leader's block
+// does all of the page's rows, which it finds by looking through all slots; the last row that names a slot wins it.
+// Warp w of the block does elements [w * CHUNK, (w + 1) * CHUNK) of every page it leads: groups do not depend on one
+// another, so nothing passes between warps.
+// With INDEX_BYTES 0 it is quantize_kv of pages: block b does page b, row r goes to slot r.
+// Shared memory: a PlaceSet, and beside each entry its leader's row and number; the pages led; for `round` pages at a
+// time the rows that win their slots.
+#include "store.cuh"
+
+constexpr int CHUNK = GROUP_SIZE > 64 ? GROUP_SIZE : 64;       // elements of a row that one warp does
+constexpr int NUM_CHUNKS = HEAD_DIM / CHUNK;
+constexpr int LANES = CHUNK / VEC;                             // lanes of one row
+constexpr int ROWS_PER_STEP = 32 / LANES;
+constexpr int STEPS = (PAGE_SIZE + ROWS_PER_STEP - 1) / ROWS_PER_STEP;
+constexpr int MOST_HELD = 32 / (int)sizeof(RawVec) * 4;        // 64 registers
+constexpr int HELD = STEPS < MOST_HELD ? STEPS : MOST_HELD;    // steps whose rows stay in registers between amax and codes
+
+struct Page {
+    char* codes;
+    float* scales;
+    const int* winners;        // PAGE_SIZE rows, -1: not stored by this call
+    int first_row;             // with INDEX_BYTES 0: of the page
+
+    __device__ __forceinline__ int winner(int offset) const {
+        return offset >= PAGE_SIZE ? -1 : INDEX_BYTES ? winners[offset] : first_row + offset;
+    }
+};
+
+// Keeps the compiler from holding rows as numbers, at twice the registers, between their two uses.
+__device__ __forceinline__ void keep_raw(RawVec& raw) {
+#pragma unroll
+    for (uint4& w : raw.word) asm volatile("" : "+r"(w.x), "+r"(w.y), "+r"(w.z), "+r"(w.w));
+}
+
+// The lane's part of a row, as it is and then as numbers.
+__device__ __forceinline__ RawVec load_row(const StoreParams& p, int row, int elem) {
+    return row >= 0 ? load_raw(row_at(p, row), elem) : RawVec{};
+}
+
+__device__ __forceinline__ void rotated_row(const StoreParams& p, const RawVec& raw, int row, int elem, float (&v)[VEC]) {
+    to_float(raw, v);
+    if (ROPE && row >= 0 && elem >= HEAD_DIM - ROPE_DIM) rotate(p.rope, rope_position(p.rope, row), row_at(p, row), elem, v);
+}
+
+// Not so for a scale of a group that holds nothing yet, nor for NaN and infinity.
+__device__ __forceinline__ bool usable(float size) { return size > SCALE_MIN && size < __int_as_float(0x7f800000); }
+
+__device__ __forceinline__ float grown_scale(float old, float needed) {
+    const float size = fabsf(old);
+    if (!usable(size)) return needed;
+    if (needed <= size) return old;
+    // 2^k with k = exponent of needed - exponent of size, one more where the mantissa of needed is the larger.
+    const unsigned have = __float_as_uint(size), want = __float_as_uint(needed);
+    const unsigned shift = (want >> 23) - (have >> 23) + ((want & 0x7fffffu) > (have & 0x7fffffu));
+    return __uint_as_float(__float_as_uint(old) + (shift << 23));
+}
+
+// What codes are multiplied by when their scale changes from old to grown_scale(old, ...): 2^-k. Where nothing was, codes
+// become zero; where values were not finite, NaN.
+__device__ __forceinline__ float moved_by(float old, float scale) {
+    const float size = fabsf(old);
+    if (!usable(size)) return size <= SCALE_MIN ? 0.f : __int_as_float(0x7fffffff);
+    const int power = (int)(__float_as_uint(scale) >> 23) - (int)(__float_as_uint(old) >> 23);
+    return power < 127 ? __uint_as_float((unsigned)(127 - power) << 23) : 0.f;
+}
+
+__device__ __forceinline__ uint2 load_codes(const char* from) {
+    if (ALIGNED) return *reinterpret_cast<const uint2*>(from);
+    unsigned word[2] = {0, 0};
+    for (int i = 0; i < VEC; ++i) word[i / 4] |= (unsigned)(unsigned char)from[i] << 8 * (i % 4);
+    return make_uint2(word[0], word[1]);
+}
+
+__device__ __forceinline__ void store_codes(char* to, uint2 codes) {
+    if (ALIGNED) { *reinterpret_cast<uint2*>(to) = codes; return; }
+    for (int i = 0; i < VEC; ++i) to[i] = (i < 4 ? codes.x : codes.y) >> 8 * (i % 4) & 0xffu;
+}
+
+// Codes of the same values under another scale, ratio = old / new.
+__device__ __forceinline__ unsigned rescaled(unsigned word, float ratio) {
+    unsigned result = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float v = mul_ieee(decode_code(word >> 8 * i & 0xffu), ratio);
+        const bool special = (__float_as_uint(v) & 0x7fffffffu) >= 0x7f800000u;
+        result |= (special ? NAN_CODE : encode_one(v)) << 8 * i;
+    }
+    return result;
+}
+
+// One warp, one chunk of one page, of which count slots are stored.
+__device__ __forceinline__ void store_chunk(const StoreParams& p, const Page& page, int count, int chunk) {
+    const int lane = threadIdx.x % LANES, sub = threadIdx.x % 32 / LANES;
+    const int elem = chunk * CHUNK + lane * VEC;
+    const float old = page.scales[elem / GROUP_SIZE];
+
+    RawVec held[HELD];
+    unsigned most = 0;
+    float v[VEC];
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) held[i] = load_row(p, page.winner(i * ROWS_PER_STEP + sub), elem);
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        rotated_row(p, held[i], page.winner(i * ROWS_PER_STEP + sub), elem, v);
+        most = max(most, amax_bits(v, true));
+    }
+    for (int i = HELD; i < STEPS; ++i) {
+        const int row = page.winner(i * ROWS_PER_STEP + sub);
+        rotated_row(p, load_row(p, row, elem), row, elem, v);
+        most = max(most, amax_bits(v, true));
+    }
+    most = max_over_lanes<VECS_PER_GROUP>(most);
+    most = max_over_lanes<ROWS_PER_STEP, LANES>(most);
+
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) keep_raw(held[i]);
+
+    const float needed = scale_of_amax(__uint_as_float(most));
+    const float scale = count == PAGE_SIZE ? needed : grown_scale(old, needed);
+    if (sub == 0 && lane % VECS_PER_GROUP == 0) page.scales[elem / GROUP_SIZE] = scale;
+
+    // encode() takes positive scales whose inverse is a normal number, which one made elsewhere need not be.
+    const float unit = copysignf(fabsf(scale) > 0x1p100f ? 0x1p-40f : 1.f, scale);
+    auto write = [&](const RawVec& raw, int offset, int row) {
+        if (row < 0) return;
+        rotated_row(p, raw, row, elem, v);
+        const bool special = amax_bits(v, false) >= 0x7f800000u;
+#pragma unroll
+        for (int e = 0; e < VEC; ++e) v[e] *= unit;
+        store_codes(page.codes + offset * p.slot_stride + elem, encode(v, scale * unit, special));
+    };
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        const int offset = i * ROWS_PER_STEP + sub;
+        write(held[i], offset, page.winner(offset));
+    }
+    for (int i = HELD; i < STEPS; ++i) {
+        const int offset = i * ROWS_PER_STEP + sub, row = page.winner(offset);
+        write(load_row(p, row, elem), offset, row);
+    }
+
+    if (count == PAGE_SIZE || __float_as_uint(scale) == __float_as_uint(old)) return;
+    const float ratio = moved_by(old, scale);
+    constexpr int UNROLL = 8;                    // codes of other rows a lane has under way
+    for (int begin = 0; begin < STEPS; begin += UNROLL) {
+        uint2 codes[UNROLL];
+#pragma unroll
+        for (int i = 0; i < UNROLL; ++i) {
+            const int offset = (begin + i) * ROWS_PER_STEP + sub;
+            codes[i] = make_uint2(0, 0);
+            if (offset < PAGE_SIZE && page.winner(offset) < 0) codes[i] = load_codes(page.codes + offset * p.slot_stride + elem);
+        }
+#pragma unroll
+        for (int i = 0; i < UNROLL; ++i) {
+            const uint2 moved = make_uint2(rescaled(codes[i].x, ratio), rescaled(codes[i].y, ratio));
+            if (moved.x != codes[i].x || moved.y != codes[i].y)
+                store_codes(page.codes + ((begin + i) * ROWS_PER_STEP + sub) * p.slot_stride + elem, moved);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2) store_pages(const __grid_constant__ StoreParams p) {
+    const int warp = threadIdx.x / 32;
+#if INDEX_BYTES == 0
+    const Page page{static_cast<char*>(p.pool) + blockIdx.x * p.page_stride, p.scales + blockIdx.x * p.scale_stride, nullptr,
+                    (int)blockIdx.x * PAGE_SIZE};
+    if (warp < NUM_CHUNKS) store_chunk(p, page, PAGE_SIZE, warp);
+#else
+    extern __shared__ int shared[];
+    const int first = blockIdx.x * p.block_rows, later = min(first + p.block_rows, p.num_rows);
+    const PlaceSet pages{shared, p.table_size - 1};
+    int* leader = shared + p.table_size;         // by entry: the first row of the page, as far as this block's rows tell
+    int* number = leader + p.table_size;         // by entry: of the page among those led
+    int* led = number + p.table_size;            // by number: the page; -1 once an earlier block is known to lead it
+    int* counts = led + p.block_rows;            // by number: slots stored
+    int* winners = counts + p.block_rows;        // (round, PAGE_SIZE)
+    __shared__ int num_led;
+
+    for (int i = threadIdx.x; i < p.table_size; i += blockDim.x) pages.keys[i] = -1, leader[i] = p.num_rows;
+    for (int i = threadIdx.x; i < p.block_rows; i += blockDim.x) counts[i] = 0;
+    if (threadIdx.x == 0) num_led = 0;
+    __syncthreads();
+    // A row after one of its own page does not lead: rows in order, as a prefill brings them, end here.
+    const int row = first + threadIdx.x;
+    const int slot = row < later ? slot_of(p, row) : -1, before = row < later && row > 0 ? slot_of(p, row - 1) : -1;
+    const bool candidate = slot >= 0 && (before < 0 || before / PAGE_SIZE != slot / PAGE_SIZE);
+    const int entry = candidate ? pages.insert(slot / PAGE_SIZE) : -1;
+    if (candidate) atomicMin(leader + entry, row);
+    __syncthreads();
+    if (candidate && leader[entry] == row) {
+        number[entry] = atomicAdd(&num_led, 1);
+        led[number[entry]] = slot / PAGE_SIZE;
+    }
+    __syncthreads();
+
+    for (int begin = 0; begin < num_led; begin += p.round) {
+        for (int i = threadIdx.x; i < min(p.round, num_led - begin) * PAGE_SIZE; i += blockDim.x) winners[i] = -1;
+        __syncthreads();
+        for (int base = 0; base < p.num_rows; base += FETCH * blockDim.x) {
+            int fetched[FETCH];
+            fetch_slots(p, base, fetched);
+#pragma unroll
+            for (int i = 0; i < FETCH; ++i) {
+                const int at = fetched[i] < 0 ? -1 : pages.find(fetched[i] / PAGE_SIZE);
+                if (at < 0) continue;
+                const int seen = base + threadIdx.x + i * blockDim.x, n = number[at];
+                if (seen < first) led[n] = -1;
+                else if (n >= begin && n < begin + p.round &&
+                         atomicMax(winners + (n - begin) * PAGE_SIZE + fetched[i] % PAGE_SIZE, seen) < 0)
+                    atomicAdd(counts + n, 1);
+            }
+        }
+        __syncthreads();
+        for (int n = begin; warp < NUM_CHUNKS && n < min(begin + p.round, num_led); ++n) {
+            if (led[n] < 0) continue;
+            const long long page = led[n];
+            store_chunk(p, {static_cast<char*>(p.pool) + page * p.page_stride, p.scales + page * p.scale_stride,
+                            winners + (n - begin) * PAGE_SIZE, 0}, counts[n], warp);
+        }
+        __syncthreads();
+    }
+#endif
+}
