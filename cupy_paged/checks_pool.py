@@ -84,7 +84,9 @@ def rotation(
         return None
     if missing:
         raise TypeError(f"positions, cos and sin belong together: {' and '.join(missing)} missing")
-    assert positions is not None and cos is not None and sin is not None
+    assert positions is not None
+    assert cos is not None
+    assert sin is not None
     flag = checks.flag("interleaved", interleaved)
     indices("positions", positions)
     for name, table in (("cos", cos), ("sin", sin)):
@@ -205,7 +207,8 @@ def v4_lists(
     """Check the arguments of `lists_for_v4`; all arrays are on one device already."""
     positions, sequences, ring_start = given["positions"], given["sequences"], given["ring_start"]
     page_table, topk, num_entries = given["page_table"], given["topk"], given["num_entries"]
-    assert positions is not None and ring_start is not None
+    assert positions is not None
+    assert ring_start is not None
     indices("positions", positions)
     rows = positions.shape[0]
     what = f"token of positions, which has shape {positions.shape}"

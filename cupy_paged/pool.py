@@ -222,9 +222,9 @@ class PagedKV:
         with arrays.on_device(before):
             codes = arrays.empty(before, (pages, *before.shape[1:]), before.dtype)
             arrays.raw(codes)[:old] = arrays.raw(before)
-            scales = self._scales
-            if scales is not None:
-                scales = arrays.empty(before, (pages, *scales.shape[1:]), "float32")
+            scales = None
+            if self._scales is not None:
+                scales = arrays.empty(before, (pages, *self._scales.shape[1:]), "float32")
                 arrays.raw(scales)[:old] = arrays.raw(self._scales)
         self._codes, self._scales = codes, scales
         self._clear(old)

@@ -39,7 +39,9 @@ def same_bits(a, b):
         equal |= np.isnan(wide_a) & np.isnan(wide_b)
     if not equal.all():
         where = tuple(np.argwhere(~equal)[0])
-        raise AssertionError(f"{(~equal).sum()} of {equal.size} differ, first at {where}: {a[where]!r} and {b[where]!r}")
+        raise AssertionError(
+            f"{(~equal).sum()} of {equal.size} differ, first at {where}: {a[where]!r} and {b[where]!r}"
+        )
 
 
 def e4m3_value(code):

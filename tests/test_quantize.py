@@ -62,7 +62,9 @@ def test_encode_saturates_and_marks_what_is_not_finite():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
-@pytest.mark.parametrize(("shape", "group_size"), [((65, 512), 64), ((33, 384), 32), ((9, 3, 128), 128), ((5, 64, 192), 64)])
+@pytest.mark.parametrize(
+    ("shape", "group_size"), [((65, 512), 64), ((33, 384), 32), ((9, 3, 128), 128), ((5, 64, 192), 64)]
+)
 def test_quantize_equals_table_search(backend, dtype, shape, group_size):
     for kind in KINDS:
         kv = rows(kind, int(np.prod(shape[:-1])), shape[-1], ROW_DTYPES[dtype]).reshape(shape)

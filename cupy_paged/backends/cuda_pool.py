@@ -48,7 +48,8 @@ def _pool_geometry(pool: Array) -> tuple[int, int, int, int, int]:
     """(num_pages, page_size, head_dim, page_stride, slot_stride), strides in bytes."""
     if pool.ndim == 2:
         return pool.shape[0], 1, pool.shape[1], pool.strides[0], 0
-    return *pool.shape, pool.strides[0], pool.strides[1]
+    num_pages, page_size, head_dim = pool.shape
+    return num_pages, page_size, head_dim, pool.strides[0], pool.strides[1]
 
 
 def _aligned(*places: Array) -> int:

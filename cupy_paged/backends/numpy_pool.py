@@ -1,4 +1,4 @@
-"""NumPy counterparts of backends/cuda_pool.py, bit for bit the same results; see kernels/store_pages.cu for the page rule."""
+"""NumPy counterparts of backends/cuda_pool.py with the same results, bit for bit; kernels/store_pages.cu has the page rule."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def store(
     """Rows into slots of a pool; the last of several rows for one slot."""
     rows, slots, codes = kv.obj, slots_.obj, _as_codes(pool)
     scales = None if scales_ is None else scales_.obj
-    num_pages, page_size, head_dim = codes.shape
+    num_pages, page_size, _ = codes.shape
     places, winners = _winners(slots, num_pages * page_size)
     if len(places) == 0:
         return
