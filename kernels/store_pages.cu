@@ -154,17 +154,19 @@ __device__ __forceinline__ void store_chunk(const StoreParams& p, const Page& pa
     constexpr int UNROLL = 8;                    // codes of other rows a lane has under way
     for (int begin = 0; begin < STEPS; begin += UNROLL) {
         uint2 codes[UNROLL];
-#pragma unroll
-        for (int i = 0; i < UNROLL; ++i) {
+        auto stays = [&](int i) {                // a slot of the page that this call does not store
             const int offset = (begin + i) * ROWS_PER_STEP + sub;
-            codes[i] = make_uint2(0, 0);
-            if (offset < PAGE_SIZE && page.winner(offset) < 0) codes[i] = load_codes(page.codes + offset * p.slot_stride + elem);
-        }
+            return offset < PAGE_SIZE && page.winner(offset) < 0;
+        };
+        char* const at = page.codes + (begin * ROWS_PER_STEP + sub) * p.slot_stride + elem;
+#pragma unroll
+        for (int i = 0; i < UNROLL; ++i)
+            codes[i] = stays(i) ? load_codes(at + i * ROWS_PER_STEP * p.slot_stride) : make_uint2(0, 0);
 #pragma unroll
         for (int i = 0; i < UNROLL; ++i) {
             const uint2 moved = make_uint2(rescaled(codes[i].x, ratio), rescaled(codes[i].y, ratio));
-            if (moved.x != codes[i].x || moved.y != codes[i].y)
-                store_codes(page.codes + ((begin + i) * ROWS_PER_STEP + sub) * p.slot_stride + elem, moved);
+            if (stays(i) && (moved.x != codes[i].x || moved.y != codes[i].y))
+                store_codes(at + i * ROWS_PER_STEP * p.slot_stride, moved);
         }
     }
 }
@@ -178,14 +180,16 @@ extern "C" __global__ void __launch_bounds__(256, 2) store_pages(const __grid_co
 #else
     extern __shared__ int shared[];
     const int first = blockIdx.x * p.block_rows, later = min(first + p.block_rows, p.num_rows);
-    const PlaceSet pages{shared, p.table_size - 1};
-    int* leader = shared + p.table_size;         // by entry: the first row of the page, as far as this block's rows tell
+    const int words = 1 << (32 - p.filter_shift);
+    const PlaceSet pages{reinterpret_cast<unsigned*>(shared), shared + words, p.filter_shift, p.table_size - 1};
+    int* leader = shared + words + p.table_size; // by entry: the first row of the page, as far as this block's rows tell
     int* number = leader + p.table_size;         // by entry: of the page among those led
     int* led = number + p.table_size;            // by number: the page; -1 once an earlier block is known to lead it
     int* counts = led + p.block_rows;            // by number: slots stored
     int* winners = counts + p.block_rows;        // (round, PAGE_SIZE)
     __shared__ int num_led;
 
+    for (int i = threadIdx.x; i < words; i += blockDim.x) shared[i] = 0;
     for (int i = threadIdx.x; i < p.table_size; i += blockDim.x) pages.keys[i] = -1, leader[i] = p.num_rows;
     for (int i = threadIdx.x; i < p.block_rows; i += blockDim.x) counts[i] = 0;
     if (threadIdx.x == 0) num_led = 0;
@@ -206,20 +210,14 @@ extern "C" __global__ void __launch_bounds__(256, 2) store_pages(const __grid_co
     for (int begin = 0; begin < num_led; begin += p.round) {
         for (int i = threadIdx.x; i < min(p.round, num_led - begin) * PAGE_SIZE; i += blockDim.x) winners[i] = -1;
         __syncthreads();
-        for (int base = 0; base < p.num_rows; base += FETCH * blockDim.x) {
-            int fetched[FETCH];
-            fetch_slots(p, base, fetched);
-#pragma unroll
-            for (int i = 0; i < FETCH; ++i) {
-                const int at = fetched[i] < 0 ? -1 : pages.find(fetched[i] / PAGE_SIZE);
-                if (at < 0) continue;
-                const int seen = base + threadIdx.x + i * blockDim.x, n = number[at];
-                if (seen < first) led[n] = -1;
-                else if (n >= begin && n < begin + p.round &&
-                         atomicMax(winners + (n - begin) * PAGE_SIZE + fetched[i] % PAGE_SIZE, seen) < 0)
-                    atomicAdd(counts + n, 1);
-            }
-        }
+        unsigned fetched[FETCH];
+        fetch_slots(p, 0, fetched);
+        visit_rows<PAGE_SIZE>(p, pages, 0, fetched, [&](int seen, int place, int at) {
+            const int n = number[at];
+            if (seen < first) led[n] = -1;
+            else if (n >= begin && n < begin + p.round && atomicMax(winners + (n - begin) * PAGE_SIZE + place % PAGE_SIZE, seen) < 0)
+                atomicAdd(counts + n, 1);
+        });
         __syncthreads();
         for (int n = begin; warp < NUM_CHUNKS && n < min(begin + p.round, num_led); ++n) {
             if (led[n] < 0) continue;

@@ -2,7 +2,7 @@
 // For every pool but e4m3fn with PAGE_SIZE > 1, where slots share scales (store_pages.cu).
 // With INDEX_BYTES 0 it is quantize_kv: row r goes to slot r.
 //
-// Grid: blocks of consecutive rows; a warp takes rows_per_warp of them, ROWS_PER_STEP at a time.
+// Grid: blocks of consecutive rows; a warp takes rows_per_warp (at most 32) of them, ROWS_PER_STEP at a time.
 // A row is written only if no later row of the call names its slot, so one whole row remains, the last, and its
 // codes and scales are of one origin. A block finds that out alone: it enters its own slots into a table in shared
 // memory and looks all later slots up in it. The first rows are on their way meanwhile.
@@ -87,45 +87,37 @@ extern "C" __global__ void __launch_bounds__(1024, 1) store_rows(const __grid_co
     else part = RowPart{};
 
 #if INDEX_BYTES
+    int slot = -1;
     extern __shared__ int shared[];
-    const PlaceSet own{shared, p.table_size - 1};
-    int* last = shared + p.table_size;           // by entry: the row that may write the slot
-    int* slots = last + p.table_size;            // by local row: its slot, -1 where it writes nothing
+    const int words = 1 << (32 - p.filter_shift);
+    const PlaceSet own{reinterpret_cast<unsigned*>(shared), shared + words, p.filter_shift, p.table_size - 1};
+    int* last = shared + words + p.table_size;   // by entry: the row that may write the slot
 
-    const int mine = first + threadIdx.x < later ? slot_of(p, first + threadIdx.x) : -1;
-    int fetched[FETCH];
+    // Lane l decides about the l-th row of its warp.
+    const int decided = first + warp * p.rows_per_warp + threadIdx.x % 32;
+    if (threadIdx.x % 32 < p.rows_per_warp && decided < later) slot = slot_of(p, decided);
+    unsigned fetched[FETCH];
     fetch_slots(p, later, fetched);
-    for (int i = threadIdx.x; i < 2 * p.table_size; i += blockDim.x) shared[i] = -1;
+    for (int i = threadIdx.x; i < words + 2 * p.table_size; i += blockDim.x) shared[i] = i < words ? 0 : -1;
     __syncthreads();
-    int entry = -1;
-    if (mine >= 0) {
-        entry = own.insert(mine);
-        atomicMax(last + entry, first + threadIdx.x);
-    }
+    const int entry = slot < 0 ? 0 : own.insert(slot);
+    if (slot >= 0) atomicMax(last + entry, decided);
     __syncthreads();
-    for (int begin = later; begin < p.num_rows; begin += FETCH * blockDim.x) {
-        if (begin != later) fetch_slots(p, begin, fetched);
-#pragma unroll
-        for (int i = 0; i < FETCH; ++i) {
-            const int at = fetched[i] < 0 ? -1 : own.find(fetched[i]);
-            if (at >= 0) last[at] = p.num_rows;  // no row of this block writes it
-        }
-    }
+    visit_rows<1>(p, own, later, fetched, [&](int, int, int at) { last[at] = p.num_rows; });  // not this block's to write
     __syncthreads();
-    if (threadIdx.x < p.block_rows) slots[threadIdx.x] = mine >= 0 && last[entry] == first + (int)threadIdx.x ? mine : -1;
-    __syncthreads();
+    if (slot >= 0 && last[entry] != decided) slot = -1;
 #endif
 
     for (int step = 0; step < p.rows_per_warp; step += ROWS_PER_STEP) {
         const int row = first + local, next_row = row + ROWS_PER_STEP;
 #if INDEX_BYTES
-        const int slot = slots[local];
+        const int to = __shfl_sync(~0u, slot, step + sub);
 #else
-        const int slot = row < p.num_rows ? row : -1;
+        const int to = row < p.num_rows ? row : -1;
 #endif
         RowPart next{};
         if (step + ROWS_PER_STEP < p.rows_per_warp && next_row < p.num_rows) next = load_part(row_at(p, next_row), lane);
-        store_part(p, part, row, slot, lane);
+        store_part(p, part, row, to, lane);
         part = next;
         local += ROWS_PER_STEP;
     }

@@ -20,7 +20,7 @@ _ROW = {"bfloat16": 1, "float16": 2, "float32": 3}
 _POOL = {"float8_e4m3fn": 0, "uint8": 0, "bfloat16": 1, "float16": 2}
 
 _ROPE = struct.Struct("<3q4qif")
-_STORE = struct.Struct("<4q64s7q5i4x")
+_STORE = struct.Struct("<4q64s7q6i")
 _DEQUANTIZE = struct.Struct("<4q6q")
 _MOVE = struct.Struct("<6q6q5i4x")
 _ROTATE = struct.Struct("<q64s2q2i")
@@ -129,6 +129,7 @@ def store(
         geometry.block_rows,
         geometry.round,
         geometry.table_size,
+        geometry.filter_shift,
     )
     kernel = "store_pages" if shared_scales else "store_rows"
     launch(
@@ -159,6 +160,7 @@ class _Geometry:
     block_rows: int
     round: int = 1
     table_size: int = 1
+    filter_shift: int = 31
     shared_bytes: int = 0
 
 
@@ -166,12 +168,13 @@ class _Geometry:
 def _row_geometry(num_rows: int, head_dim: int, scatter: bool, num_sms: int) -> _Geometry:
     """Of store_rows.
 
-    One row a warp while the GPU holds all warps at once, spread over as many SMs as there are; then more rows a
-    warp, so that the blocks, each of which looks through all later slots, do not become more.
+    Without slots, small blocks. With them, one row a warp while the GPU holds all warps at once, spread over as many
+    SMs as there are (but blocks of four warps at least); then more rows a warp, so that the blocks, each of which
+    looks through all later slots, do not become more.
     """
     rows_per_step = 32 // min(32, _power_of_two(head_dim // 8))
     steps = _ceil_div(num_rows, rows_per_step)
-    warps, steps_per_warp = min(32, _power_of_two(_ceil_div(steps, num_sms))), 1
+    warps, steps_per_warp = min(32 if scatter else 8, max(4, _power_of_two(_ceil_div(steps, num_sms)))), 1
     if steps > 64 * num_sms and scatter:
         steps_per_warp = min(_power_of_two(_ceil_div(steps, 64 * num_sms)), _MAX_BLOCK_ROWS // (32 * rows_per_step))
     rows_per_warp = steps_per_warp * rows_per_step
@@ -179,8 +182,9 @@ def _row_geometry(num_rows: int, head_dim: int, scatter: bool, num_sms: int) -> 
     blocks = _ceil_div(num_rows, block_rows)
     if not scatter:
         return _Geometry(blocks, 32 * warps, rows_per_warp, block_rows)
-    table = 8 * _power_of_two(block_rows)
-    return _Geometry(blocks, 32 * warps, rows_per_warp, block_rows, 1, table, 8 * table + 4 * block_rows)
+    table, words = 2 * _power_of_two(block_rows), 8 * _power_of_two(block_rows)
+    shift = 33 - words.bit_length()
+    return _Geometry(blocks, 32 * warps, rows_per_warp, block_rows, 1, table, shift, 4 * words + 8 * table)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -189,10 +193,11 @@ def _page_geometry(num_pages: int, num_rows: int, page_size: int, scatter: bool,
     if not scatter:
         return _Geometry(num_pages, 256, 1, 1)
     block_rows = min(256, max(1, num_rows // num_sms))
-    table = 8 * _power_of_two(block_rows)
+    table, words = 2 * _power_of_two(block_rows), 8 * _power_of_two(block_rows)
+    shift = 33 - words.bit_length()
     at_once = min(block_rows, max(1, _WINNER_BYTES // (4 * page_size)))
-    shared = 12 * table + 8 * block_rows + 4 * at_once * page_size
-    return _Geometry(_ceil_div(num_rows, block_rows), 256, 1, block_rows, at_once, table, shared)
+    shared = 4 * words + 12 * table + 8 * block_rows + 4 * at_once * page_size
+    return _Geometry(_ceil_div(num_rows, block_rows), 256, 1, block_rows, at_once, table, shift, shared)
 
 
 def dequantize(
