@@ -47,7 +47,7 @@ def write(path: str | os.PathLike[str], codes: np.ndarray, scales: np.ndarray | 
             file.write(len(text).to_bytes(8, "little"))
             file.write(text)
             for a in tensors.values():
-                file.write(memoryview(np.ascontiguousarray(a).reshape(-1).view(np.uint8)))
+                file.write(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data)
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)

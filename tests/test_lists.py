@@ -41,7 +41,9 @@ def test_page_table_by_hand(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", INDEX)
-@pytest.mark.parametrize(("count", "width", "page_size"), [(1, 1, 1), (1, 300, 64), (37, 9, 4), (700, 5, 3), (3000, 2, 1)])
+@pytest.mark.parametrize(
+    ("count", "width", "page_size"), [(1, 1, 1), (1, 300, 64), (37, 9, 4), (700, 5, 3), (3000, 2, 1)]
+)
 def test_page_table(backend, dtype, count, width, page_size):
     rng = np.random.default_rng(count)
     table = rng.integers(-1, 1000, (count, width)).astype(dtype)
@@ -145,8 +147,12 @@ def test_v4(backend, dtype, count):
             )
             most = window + (24 if chosen is not None else 36 if pages is not None else 0)
             where = put_all(backend, positions, seq, ring_start)
-            options = dict(zip(("page_table", "topk", "num_entries"), put_all(backend, pages, chosen, entries), strict=True))
-            got = lists_for_v4(*where, window=window, ring_size=ring_size, page_size=4, base=5000, ratio=ratio, **options)
+            options = dict(
+                zip(("page_table", "topk", "num_entries"), put_all(backend, pages, chosen, entries), strict=True)
+            )
+            got = lists_for_v4(
+                *where, window=window, ring_size=ring_size, page_size=4, base=5000, ratio=ratio, **options
+            )
             check(got, rows, count * most)
 
 

@@ -223,7 +223,7 @@ def build_lists(lists: Lists, indices: Array, indptr: Array, stream: int) -> Non
             rows.append(np.empty(0, np.int64))
             continue
         window = np.empty(0, np.int64)
-        if lists.window:
+        if ring_start is not None and lists.window:
             places = np.arange(position + 1 - min(position + 1, lists.window), position + 1)
             start = int(ring_start[sequence])
             window = start + places % lists.ring_size if start >= 0 else np.full(len(places), -1)
