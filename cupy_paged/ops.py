@@ -244,11 +244,11 @@ def workspace_size(
     device : int, optional
         CUDA device; default: the current one.
     """
-    from .backends import cuda
-
     problem = _problem_of(
         num_tokens, num_heads, head_dim, nnz, q_dtype, kv_dtype, page_size, group_size, batch_invariant, num_splits
     )
+    from .backends import cuda
+
     return cuda.workspace_bytes(problem, cuda.current_device() if device is None else device)
 
 
@@ -274,13 +274,13 @@ def warmup(
         As for `workspace_size`. Rows of the pool and of the scales are taken to begin on multiples of 16 bytes;
         for others, call `paged_decode` once instead.
     """
-    from .backends import cuda
-
     problem = _problem_of(
         num_tokens, num_heads, head_dim, nnz, q_dtype, kv_dtype, page_size, group_size, batch_invariant, num_splits
     )
     if num_tokens == 0:
         return
+    from .backends import cuda
+
     number = cuda.current_device() if device is None else device
     with cuda.on_device(number):
         cuda.prepare(problem, number)
