@@ -20,6 +20,7 @@ import numpy as np
 
 from . import __version__, fp8
 from .ops import paged_decode
+from .storage import quantize_kv
 
 DATA = Path(__file__).parent / "data" / "minilm_attention.npz"
 LAYERS = (0, 5)
@@ -111,8 +112,9 @@ def run(on_cuda: bool) -> list[Result]:
             stored[slot] = kv
 
             plain = stored.astype(ml_dtypes.bfloat16)
-            codes, scales = fp8.quantize(stored, GROUP_SIZE, pow2=False)
-            rows = fp8.decode(codes).astype(np.float64) * np.repeat(scales.astype(np.float64), GROUP_SIZE, axis=1)
+            codes, scales = quantize_kv(to_device(stored), group_size=GROUP_SIZE)
+            values = fp8.decode(to_host(codes).view(np.uint8)).astype(np.float64)
+            rows = values * np.repeat(to_host(scales).astype(np.float64), GROUP_SIZE, axis=1)
             for name, pool, pool_scales, exact_rows in (
                 ("bf16", plain, None, plain.astype(np.float64)),
                 ("FP8", codes, scales, rows),
@@ -120,7 +122,7 @@ def run(on_cuda: bool) -> list[Result]:
                 arguments = [to_device(q), to_device(pool), indices, indptr]
                 options = {
                     "softmax_scale": softmax_scale,
-                    "kv_scales": None if pool_scales is None else to_device(pool_scales),
+                    "kv_scales": pool_scales,
                     "group_size": GROUP_SIZE,
                 }
 

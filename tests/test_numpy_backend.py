@@ -239,6 +239,31 @@ def test_scales_are_exact_float32():
     np.testing.assert_array_equal(out[:, 0].astype(F32), expected.astype(BF16).astype(F32))
 
 
+def test_out_is_rounded_once():
+    """1.25 * scale = 1 + 2**-8 + 2**-25: above the tie of two bf16 numbers, by less than float32 can hold."""
+    scale = 6737101 / 2**23
+    assert 1.25 * scale == 1 + 2.0**-8 + 2.0**-25
+    steps = np.arange(2, dtype=np.int32)
+    codes, scales = np.full((1, 64), 0x3A, np.uint8), np.full((1, 1), scale, F32)
+    out = paged_decode(np.zeros((1, 1, 64), BF16), codes, steps[:1], steps, kv_scales=scales)
+    assert (out.astype(F32) == 1 + 2.0**-7).all()
+
+
+@pytest.mark.parametrize("count", [1, backend.CHUNK])
+@pytest.mark.parametrize("followed", [False, True])
+def test_scores_of_minus_infinity_weigh_nothing(count, followed):
+    """An infinite element against a negative query: its own place becomes NaN, the others are as without the row."""
+    q = np.full((1, 1, 64), -1, BF16)
+    pool = np.full((2, 64), 0.5, BF16)
+    pool[0, 3] = math.inf
+    slots = np.array([0] * count + [1] * followed, np.int32)
+    out, lse = paged_decode(q, pool, slots, np.array([0, len(slots)], np.int32), return_lse=True)
+    expected = np.full(64, 0.5 if followed else 0, F32)
+    expected[3] = math.nan
+    np.testing.assert_array_equal(out[0, 0].astype(F32), expected)
+    np.testing.assert_array_equal(lse[0, 0], F32(-32 / 8 if followed else -math.inf))
+
+
 @pytest.mark.parametrize("kv", ["fp8", "16"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_nan_and_infinity_reach_only_the_tokens_that_refer_to_them(kv, bad):
