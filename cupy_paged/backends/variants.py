@@ -1,0 +1,124 @@
+"""Which kernel serves a call, with which constants and geometry; a pure function of shapes, architecture and alignment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..jit import Constants
+from ..plan import Plan, Problem, make_plan
+
+KV = {"float8_e4m3fn": 0, "bfloat16": 1, "float16": 2}
+TILE = 32  # slots that decode_mma takes at once
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """The kernel that merges partials."""
+
+    file: str
+    entry: str
+    constants: Constants
+    grid: tuple[int, int, int]
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A decode kernel. `arch`: where it differs from the device's, as 90a does; None otherwise."""
+
+    file: str
+    entry: str
+    constants: Constants
+    tile: int
+    threads: int
+    shared_bytes: int
+    heads_per_cta: int
+    ctas_per_sm: int
+    row_cost: int
+    combine: Combine
+    arch: str | None = None
+
+
+def _constants(**values: int) -> Constants:
+    return tuple(sorted(values.items()))
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def combine_for(problem: Problem, num_sms: int) -> Combine:
+    """Many threads a row where rows are few; few where they are many and most leave at once."""
+    t, h, d = problem.num_tokens, problem.num_heads, problem.head_dim
+    if t * h <= 2 * num_sms:
+        piece, vecs, lanes, heads = 64, 1, 16, 1
+    elif t * h <= 16 * num_sms:
+        piece, vecs, lanes, heads = d, 1, 1, 1
+    else:
+        piece, vecs, lanes, heads = d, d // 64, 1, 8
+    constants = _constants(
+        HEAD_DIM=d, Q_DTYPE=KV[problem.q_dtype], PIECE_DIMS=piece, VECS=vecs, LANES=lanes, HEADS_PER_CTA=heads
+    )
+    threads = heads * (piece // (4 * vecs)) * lanes
+    return Combine("combine.cu", "combine", constants, (t, _ceil_div(h, heads), d // piece), threads)
+
+
+def _mma_shared_bytes(head_dim: int, row_bytes: int, groups: int, warps: int, group_size: int, m_tiles: int, stages: int) -> int:
+    """SHARED_BYTES of kernels/decode_mma.cu."""
+    pieces, heads = 4 * m_tiles, 16 * m_tiles
+    warp_groups = _ceil_div(head_dim // warps, group_size) if groups else 1
+    stage = _ceil_div(TILE * row_bytes + TILE * groups * 4, 128) * 128
+    size = stages * stage + warps * pieces * 512 + pieces * 256 + heads * 16 + heads * 32 + TILE * 4
+    size += warps * warp_groups * TILE * 2 + heads * 32
+    return _ceil_div(size, 16) * 16 + warps * 8 * 16 + warps * 64 + warps * stages * 4
+
+
+def mma_variant(problem: Problem, num_sms: int, align: tuple[int, int]) -> Variant:
+    """The portable kernel: any shape, any architecture."""
+    d, fp8 = problem.head_dim, problem.kv_dtype == "float8_e4m3fn"
+    group_size = problem.group_size if fp8 else 64
+    groups = d // group_size if fp8 else 0
+    warp_dims = 128 if d == 512 else 64
+    stages = 3
+    row_bytes = d * (1 if fp8 else 2)
+    shared = _mma_shared_bytes(d, row_bytes, groups, d // warp_dims, group_size, 1, stages)
+    threads = 32 * (d // warp_dims)
+    ctas = min(228 * 1024 // (shared + 1024), 65536 // (168 * threads), 3 if d == 512 else 8)
+    scale_copy = min(align[1], groups * 4 & -(groups * 4)) if fp8 else 4
+    constants = _constants(
+        HEAD_DIM=d,
+        GROUP_SIZE=group_size,
+        KV_DTYPE=KV[problem.kv_dtype],
+        Q_DTYPE=KV[problem.q_dtype],
+        KV_COPY=align[0],
+        SCALE_COPY=min(scale_copy, 16),
+        PAGED=int(problem.page_size > 1),
+        WARP_DIMS=warp_dims,
+        M_TILES=1,
+        STAGES=stages,
+        MIN_CTAS=ctas,
+    )
+    return Variant(
+        "decode_mma.cu", "decode_mma", constants, TILE, threads, shared, 16, ctas, TILE, combine_for(problem, num_sms)
+    )
+
+
+def choose(problem: Problem, arch: int, num_sms: int, align: tuple[int, int]) -> tuple[Variant, Plan]:
+    """The kernel and plan of a call.
+
+    Parameters
+    ----------
+    arch : int
+        Compute capability, 90 for 9.0.
+    align : (int, int)
+        Bytes, 16, 8 or 4, to which the rows of the pool and of the scales are aligned.
+    """
+    variant = mma_variant(problem, num_sms, align)
+    blocks = _ceil_div(problem.num_heads, variant.heads_per_cta)
+    slots = max(1, num_sms * variant.ctas_per_sm // blocks)
+    # Fixed splits for batch_invariant: chunks of a few tiles for few heads, longer where partials are larger.
+    chunk_min, max_chunks = max(256, 16 * problem.num_heads), 64
+    plan = make_plan(
+        problem, tile=variant.tile, row_cost=variant.row_cost, slots=slots, chunk_min=chunk_min, max_chunks=max_chunks
+    )
+    return variant, plan
