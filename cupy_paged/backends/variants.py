@@ -9,6 +9,8 @@ from ..plan import Plan, Problem, make_plan
 
 KV = {"float8_e4m3fn": 0, "bfloat16": 1, "float16": 2}
 TILE = 32  # slots that decode_mma takes at once
+# Shared memory of a multiprocessor, KB, by compute capability; a block may take all but 1 KB.
+SHARED_KB = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100, 121: 100}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,9 @@ def combine_for(problem: Problem, num_sms: int) -> Combine:
     return Combine("combine.cu", "combine", constants, (t, _ceil_div(h, heads), d // piece), threads)
 
 
-def _mma_shared_bytes(head_dim: int, row_bytes: int, groups: int, warps: int, group_size: int, m_tiles: int, stages: int) -> int:
+def _mma_shared_bytes(
+    head_dim: int, row_bytes: int, groups: int, warps: int, group_size: int, m_tiles: int, stages: int
+) -> int:
     """SHARED_BYTES of kernels/decode_mma.cu."""
     pieces, heads = 4 * m_tiles, 16 * m_tiles
     warp_groups = _ceil_div(head_dim // warps, group_size) if groups else 1
@@ -73,17 +77,20 @@ def _mma_shared_bytes(head_dim: int, row_bytes: int, groups: int, warps: int, gr
     return _ceil_div(size, 16) * 16 + warps * 8 * 16 + warps * 64 + warps * stages * 4
 
 
-def mma_variant(problem: Problem, num_sms: int, align: tuple[int, int]) -> Variant:
+def mma_variant(problem: Problem, arch: int, num_sms: int, align: tuple[int, int]) -> Variant:
     """The portable kernel: any shape, any architecture."""
     d, fp8 = problem.head_dim, problem.kv_dtype == "float8_e4m3fn"
     group_size = problem.group_size if fp8 else 64
     groups = d // group_size if fp8 else 0
     warp_dims = 128 if d == 512 else 64
+    row_bytes, room = d * (1 if fp8 else 2), 1024 * SHARED_KB.get(arch, 100)
     stages = 3
-    row_bytes = d * (1 if fp8 else 2)
     shared = _mma_shared_bytes(d, row_bytes, groups, d // warp_dims, group_size, 1, stages)
+    if shared > room - 1024:
+        stages = 2
+        shared = _mma_shared_bytes(d, row_bytes, groups, d // warp_dims, group_size, 1, stages)
     threads = 32 * (d // warp_dims)
-    ctas = min(228 * 1024 // (shared + 1024), 65536 // (168 * threads), 3 if d == 512 else 8)
+    ctas = min(room // (shared + 1024), 65536 // (168 * threads), 3 if d == 512 else 8)
     scale_copy = min(align[1], groups * 4 & -(groups * 4)) if fp8 else 4
     constants = _constants(
         HEAD_DIM=d,
@@ -113,7 +120,7 @@ def choose(problem: Problem, arch: int, num_sms: int, align: tuple[int, int]) ->
     align : (int, int)
         Bytes, 16, 8 or 4, to which the rows of the pool and of the scales are aligned.
     """
-    variant = mma_variant(problem, num_sms, align)
+    variant = mma_variant(problem, arch, num_sms, align)
     blocks = _ceil_div(problem.num_heads, variant.heads_per_cta)
     slots = max(1, num_sms * variant.ctas_per_sm // blocks)
     # Fixed splits for batch_invariant: chunks of a few tiles for few heads, longer where partials are larger.
