@@ -6,6 +6,7 @@ a change in any of them. Nothing is compiled or read at import.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import re
@@ -152,3 +153,11 @@ def load(file: str, entry: str, constants: Constants, arch: str, device: int, sh
 
 
 _loaded: list[Any] = []  # keeps the modules of the handles alive
+
+
+@atexit.register
+def _unload() -> None:
+    """Give the modules back while CuPy can still unload them; at interpreter exit it is too late."""
+    load.cache_clear()
+    _module.cache_clear()
+    _loaded.clear()

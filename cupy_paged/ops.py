@@ -108,17 +108,23 @@ def paged_decode(
         None if scales is None else scales.layout,
         None if out_ is None else out_.layout,
         group_size,
+        type(group_size),  # 64.0 and True equal 64 and 1, and must not pass for them
         num_splits,
-        batch_invariant,
+        type(num_splits),
+        batch_invariant is True,
     )
-    problem = _problems.get(key)
+    try:
+        problem = _problems.get(key)
+    except TypeError:  # an unhashable option: the checks name it
+        problem = None
     if problem is None:
         splits = 0 if num_splits is None else checks.positive_int("num_splits", num_splits)
         invariant = checks.flag("batch_invariant", batch_invariant)
         problem = checks.decode(q_, pool, indices, indptr, sink, scales, out_, group_size, splits, invariant)
         if len(_problems) >= 4096:
             _problems.clear()
-        _problems[key] = problem
+        if batch_invariant is invariant:
+            _problems[key] = problem
     scale = problem.head_dim**-0.5 if softmax_scale is None else checks.finite("softmax_scale", softmax_scale)
     if validate:
         checks.index_values(arrays.to_numpy(indices), arrays.to_numpy(indptr), pool.shape[0] * problem.page_size)

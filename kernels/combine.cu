@@ -24,35 +24,45 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
     const bool active = head < p.num_heads;
     const int dim0 = blockIdx.z * PIECE_DIMS + 4 * x;
 
+    // The block's weights, AT_ONCE partials at a time: first the largest lse2 of all, then exp2(lse2 - most).
+    constexpr int AT_ONCE = 512 / HEADS_PER_CTA;
+    constexpr int HEAD_THREADS = THREADS / HEADS_PER_CTA;
+    __shared__ float weights[HEADS_PER_CTA][AT_ONCE];
+    const int own = threadIdx.x / HEAD_THREADS, thread = threadIdx.x % HEAD_THREADS;
     float most = neg_inf();
-    if (active)
-        for (int k = 0; k < partials.count; ++k) {
-            const long long at = partials.at(p, k);
-            if (at >= 0) most = fmaxf(most, p.partial_lse2[at * p.num_heads + head]);
-        }
+    for (int k = thread; active && k < partials.count; k += HEAD_THREADS) {
+        const long long at = partials.at(p, k);
+        if (at >= 0) most = fmaxf(most, p.partial_lse2[at * p.num_heads + head]);
+    }
+    weights[own][thread] = most;
+    __syncthreads();
+    for (int i = 0; i < HEAD_THREADS; ++i) most = fmaxf(most, weights[own][i]);
+
     float sum = 0.f;
     float4 o[VECS];
 #pragma unroll
     for (int v = 0; v < VECS; ++v) o[v] = make_float4(0.f, 0.f, 0.f, 0.f);
     constexpr int AHEAD = VECS >= 4 ? 1 : 4;
-    if (active)
-        for (int k0 = lane; k0 < partials.count; k0 += LANES * AHEAD) {
+    for (int k1 = 0; k1 < partials.count; k1 += AT_ONCE) {
+        const int end = min(partials.count - k1, AT_ONCE);
+        __syncthreads();
+        for (int k = thread; active && k < end; k += HEAD_THREADS) {
+            const long long at = partials.at(p, k1 + k);
+            const float lse2 = at < 0 ? neg_inf() : p.partial_lse2[at * p.num_heads + head];
+            weights[own][k] = lse2 == neg_inf() ? 0.f : exp2_approx(lse2 - most);
+        }
+        __syncthreads();
+        if (!active) continue;
+        for (int k0 = lane; k0 < end; k0 += LANES * AHEAD) {
             float weight[AHEAD];
             float4 part[AHEAD][VECS];
 #pragma unroll
             for (int a = 0; a < AHEAD; ++a) {
                 const int k = k0 + a * LANES;
-                const long long at = k < partials.count ? partials.at(p, k) : -1;
-                weight[a] = 0.f;
+                weight[a] = k < end ? weights[own][k] : 0.f;
+                const float4* from = reinterpret_cast<const float4*>(p.partial_out + (partials.at(p, k1 + k) * p.num_heads + head) * HEAD_DIM + dim0);
 #pragma unroll
-                for (int v = 0; v < VECS; ++v) part[a][v] = make_float4(0.f, 0.f, 0.f, 0.f);
-                if (at >= 0) {
-                    const float lse2 = p.partial_lse2[at * p.num_heads + head];
-                    weight[a] = lse2 == neg_inf() ? 0.f : exp2_approx(lse2 - most);
-                    const float4* from = reinterpret_cast<const float4*>(p.partial_out + (at * p.num_heads + head) * HEAD_DIM + dim0);
-#pragma unroll
-                    for (int v = 0; v < VECS; ++v) part[a][v] = from[v * THREADS_PER_HEAD];
-                }
+                for (int v = 0; v < VECS; ++v) part[a][v] = weight[a] != 0.f ? from[v * THREADS_PER_HEAD] : make_float4(0.f, 0.f, 0.f, 0.f);
             }
 #pragma unroll
             for (int a = 0; a < AHEAD; ++a) {
@@ -66,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
                 }
             }
         }
+    }
     if (LANES > 1) {
         __shared__ float4 others[VECS][LANES][THREADS_PER_HEAD];
         __shared__ float sums[LANES];

@@ -175,6 +175,23 @@ struct Gather {
 
 DEVICE float scale_at(unsigned scales, int row, int group) { return lds(scales + scale_row(row) * SCALE_PITCH + group * 4); }
 
+// The scales of a warp's own groups of one slot.
+template <int N>
+DEVICE void scales_of(unsigned scales, int row, int group0, float (&scale)[N]) {
+    const unsigned at = scales + scale_row(row) * SCALE_PITCH + group0 * 4;
+    if (N % 2 == 0 && SCALE_PITCH % 8 == 0) {
+#pragma unroll
+        for (int j = 0; j < N; j += 2) {
+            const float2 pair = lds2(at + 4 * j);
+            scale[j] = pair.x;
+            scale[j + 1 < N ? j + 1 : j] = pair.y;
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; ++j) scale[j] = lds(at + 4 * j);
+    }
+}
+
 // One segment's queries as mma A fragments, and the factor that takes raw scores to log2 units, for heads g and g + 8.
 struct Queries {
     unsigned a[M_TILES][K_STEPS][4];
@@ -269,6 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
     gather.left = 0;
     gather.fresh = false;
     gather.fetch(p);
+    if (gather.pushed == 0) mark_idle(p, blockIdx.x, blockIdx.y * HEADS, HEADS, tid, THREADS);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) gather.issue(p, s);
 
@@ -319,6 +337,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
                     unsigned x[K_STEPS / 4][4];
 #pragma unroll
                     for (int b = 0; b < K_STEPS / 4; ++b) load_matrices((at + k_at + n * 8 * ROW_BYTES) ^ (b * 64), x[b]);
+                    float scale[2][WARP_GROUPS ? WARP_GROUPS : 1];
+                    scales_of(scales, n * 8 + 2 * t, group0, scale[0]);
+                    scales_of(scales, n * 8 + 2 * t + 1, group0, scale[1]);
 #pragma unroll
                     for (int j = 0; j < WARP_GROUPS; ++j) {
                         float4 raw[M_TILES];
@@ -331,8 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
 #pragma unroll
                             for (int m = 0; m < M_TILES; ++m) mma<false>(raw[m], query.a[m][k], low, high);
                         }
-                        const float even = scale_at(scales, n * 8 + 2 * t, group0 + j) * SCORE_GUARD;
-                        const float odd = scale_at(scales, n * 8 + 2 * t + 1, group0 + j) * SCORE_GUARD;
+                        const float even = scale[0][j] * SCORE_GUARD, odd = scale[1][j] * SCORE_GUARD;
 #pragma unroll
                         for (int m = 0; m < M_TILES; ++m) {
                             s[m].x += raw[m].x * even;
@@ -499,9 +519,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
             }
             if (FP8) {
                 const float inverse = lds(base + INV_AT + lane * 4);
+                float scale[WARP_GROUPS ? WARP_GROUPS : 1];
+                scales_of(scales, lane, group0, scale);
 #pragma unroll
                 for (int j = 0; j < WARP_GROUPS; ++j) {
-                    const float ratio = scale_at(scales, lane, group0 + j) * inverse;
+                    const float ratio = scale[j] * inverse;
                     float up = __int_as_float((127 + exponent[j]) << 23);
                     if (__any_sync(~0u, exponent[j] == 1000 ? ratio > 0.f : ratio * up > 2.f)) {
                         float most = ratio;

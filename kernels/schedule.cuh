@@ -127,6 +127,14 @@ struct Segments {
     }
 };
 
+// A worker that got no segment (two cuts fell together) says so where combine.cu may look for its partial.
+// Threads first, first + step, ... of the block do heads [head0, head0 + heads).
+__device__ __forceinline__ void mark_idle(const DecodeParams& p, int cta, int head0, int heads, int first, int step) {
+    if (p.max_chunks || p.num_partials == 0) return;
+    for (int h = head0 + first; h < min(head0 + heads, p.num_heads); h += step)
+        p.partial_lse2[2LL * cta * p.num_heads + h] = __int_as_float(0xff800000);
+}
+
 // The partials of one row, seen from combine.cu. count < 2: the row was written directly, there are none.
 struct RowPartials {
     int count;            // places to look at, in slot order
@@ -159,19 +167,9 @@ struct RowPartials {
         const long long g = (x * p.num_ctas + length - 1) / length - 1;
         return (int)(g < 0 ? 0 : g < p.num_ctas ? g : p.num_ctas - 1);
     }
-    __device__ __forceinline__ long long tile_of_cut(const DecodeParams& p, int g) const {
-        return (length * g / p.num_ctas - base) / p.tile;
-    }
-    // Place k among the partials, or -1 where two cuts fell together and nobody wrote.
+    // Place k among the partials; -1 beyond them. A worker between two equal cuts has marked its place empty.
     __device__ __forceinline__ long long at(const DecodeParams& p, int k) const {
-        long long place;
-        if (p.max_chunks) {
-            place = base + k;
-        } else {
-            const int g = first_cta + k;
-            if (k > 0 && k + 1 < count && tile_of_cut(p, g) == tile_of_cut(p, g + 1)) return -1;
-            place = 2LL * g + (k == 0);
-        }
+        const long long place = p.max_chunks ? base + k : 2LL * (first_cta + k) + (k == 0);
         return place < p.num_partials ? place : -1;
     }
 };
