@@ -42,6 +42,8 @@ __device__ __forceinline__ void keep_raw(RawVec& raw) {
     for (uint4& w : raw.word) asm volatile("" : "+r"(w.x), "+r"(w.y), "+r"(w.z), "+r"(w.w));
 }
 
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // The lane's part of a row, as it is and then as numbers.
 __device__ __forceinline__ RawVec load_row(const StoreParams& p, int row, int elem) {
     return row >= 0 ? load_raw(row_at(p, row), elem) : RawVec{};
@@ -111,11 +113,15 @@ __device__ __forceinline__ void store_chunk(const StoreParams& p, const Page& pa
     for (int i = 0; i < HELD; ++i) held[i] = load_row(p, page.winner(i * ROWS_PER_STEP + sub), elem);
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-        rotated_row(p, held[i], page.winner(i * ROWS_PER_STEP + sub), elem, v);
+        const int row = page.winner(i * ROWS_PER_STEP + sub);
+        if (!__any_sync(~0u, row >= 0)) continue;
+        rotated_row(p, held[i], row, elem, v);
         most = max(most, amax_bits(v, true));
     }
+#pragma unroll 4
     for (int i = HELD; i < STEPS; ++i) {
         const int row = page.winner(i * ROWS_PER_STEP + sub);
+        if (!__any_sync(~0u, row >= 0)) continue;
         rotated_row(p, load_row(p, row, elem), row, elem, v);
         most = max(most, amax_bits(v, true));
     }
@@ -137,13 +143,14 @@ __device__ __forceinline__ void store_chunk(const StoreParams& p, const Page& pa
         const bool special = amax_bits(v, false) >= 0x7f800000u;
 #pragma unroll
         for (int e = 0; e < VEC; ++e) v[e] *= unit;
-        store_codes(page.codes + offset * p.slot_stride + elem, encode(v, scale * unit, special));
+        store_codes(page.codes + offset * p.slot_stride + elem, encode<2>(v, scale * unit, special));
     };
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
         const int offset = i * ROWS_PER_STEP + sub;
         write(held[i], offset, page.winner(offset));
     }
+#pragma unroll 4
     for (int i = HELD; i < STEPS; ++i) {
         const int offset = i * ROWS_PER_STEP + sub, row = page.winner(offset);
         write(load_row(p, row, elem), offset, row);
@@ -171,7 +178,7 @@ __device__ __forceinline__ void store_chunk(const StoreParams& p, const Page& pa
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) store_pages(const __grid_constant__ StoreParams p) {
+extern "C" __global__ void __launch_bounds__(512, 1) store_pages(const __grid_constant__ StoreParams p) {
     const int warp = threadIdx.x / 32;
 #if INDEX_BYTES == 0
     const Page page{static_cast<char*>(p.pool) + blockIdx.x * p.page_stride, p.scales + blockIdx.x * p.scale_stride, nullptr,
@@ -189,6 +196,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) store_pages(const __grid_co
     int* winners = counts + p.block_rows;        // (round, PAGE_SIZE)
     __shared__ int num_led;
 
+    // Likely to be needed, once it is known who leads what: the block's own rows.
+    constexpr int LINES = (HEAD_DIM * ROW_ITEMSIZE + 127) / 128;
+    for (int i = threadIdx.x; i < (later - first) * LINES; i += blockDim.x) prefetch(row_at(p, first + i / LINES) + i % LINES * 128);
     for (int i = threadIdx.x; i < words; i += blockDim.x) shared[i] = 0;
     for (int i = threadIdx.x; i < p.table_size; i += blockDim.x) pages.keys[i] = -1, leader[i] = p.num_rows;
     for (int i = threadIdx.x; i < p.block_rows; i += blockDim.x) counts[i] = 0;
@@ -200,6 +210,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) store_pages(const __grid_co
     const bool candidate = slot >= 0 && (before < 0 || before / PAGE_SIZE != slot / PAGE_SIZE);
     const int entry = candidate ? pages.insert(slot / PAGE_SIZE) : -1;
     if (candidate) atomicMin(leader + entry, row);
+    if (candidate) prefetch(p.scales + slot / PAGE_SIZE * p.scale_stride);
     __syncthreads();
     if (candidate && leader[entry] == row) {
         number[entry] = atomicAdd(&num_led, 1);
