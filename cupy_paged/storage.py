@@ -113,7 +113,9 @@ def store_kv(
     With pages of one slot a row's scales are those of `quantize_kv`. Where an FP8 page has several slots they share
     its scales: a page's scale grows by the least power of two that lets the new rows in, and the page's other rows
     are requantised in the same launch, which moves their codes exactly unless they become subnormal. A page all of
-    whose slots are written at once is quantised afresh.
+    whose slots are written at once is quantised afresh. Real rows appended one at a time to pages of 64 (the demo's
+    data) have a relative error of 2.65e-2, as whole pages quantised at once, and 2.3e-2 to 2.4e-2 with scales of their
+    own; requantising to the exact new scale gives 3.6e-2, keeping a page's first scale 0.2 to 0.3.
 
     Parameters
     ----------

@@ -136,13 +136,33 @@ __device__ __forceinline__ unsigned max_over_lanes(unsigned bits) {
     return bits;
 }
 
-// RN(x / scale) for 2^-80 <= scale <= 2^120, given inverse = RN(1 / scale): q is off by under two units in the last
-// place, the first correction makes it faithful, the second exact (Markstein). Quotients so small that a remainder
-// would be subnormal are far below the least code.
+// The largest |element| of the lane's group, as a float's bits, NaN and infinity included; v are raw's numbers.
+__device__ __forceinline__ unsigned group_amax_bits(const RawVec& raw, const float (&v)[VEC]) {
+#if __CUDA_ARCH__ >= 900 && ROW_DTYPE != 3 && !ROPE
+    // Two 16-bit elements at a time, which sort as integers do.
+    auto max_pair = [](unsigned a, unsigned b) { unsigned r; asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; };
+    const uint4 w = raw.word[0];
+    constexpr unsigned SIZE = 0x7fff7fffu;
+    unsigned pair = max_pair(max_pair(w.x & SIZE, w.y & SIZE), max_pair(w.z & SIZE, w.w & SIZE));
+#pragma unroll
+    for (int offset = 1; offset < VECS_PER_GROUP; offset *= 2) pair = max_pair(pair, __shfl_xor_sync(~0u, pair, offset));
+    const unsigned short most = max(pair & 0xffffu, pair >> 16);
+    return ROW_DTYPE == 1 ? (unsigned)most << 16 : __float_as_uint(__half2float(__ushort_as_half(most)));
+#else
+    return max_over_lanes<VECS_PER_GROUP>(amax_bits(v, false));
+#endif
+}
+
+// RN(x / scale) for 2^-80 <= scale <= 2^120, given inverse = RN(1 / scale): the product is off by under two units in the
+// last place, a correction makes it faithful, another exact (Markstein). One is enough where x has at most 11
+// significant bits and scale is RN(amax / 448) of such an amax: all cases were compared. The signs are such that a zero
+// keeps its own. Quotients so small that a remainder would be subnormal are far below the least code.
+template <int CORRECTIONS = 2>
 __device__ __forceinline__ float divide(float x, float scale, float inverse) {
     float q = x * inverse;
-    q = __fmaf_rn(__fmaf_rn(-q, scale, x), inverse, q);
-    return __fmaf_rn(__fmaf_rn(-q, scale, x), inverse, q);
+#pragma unroll
+    for (int i = 0; i < CORRECTIONS; ++i) q = __fmaf_rn(-__fmaf_rn(q, scale, -x), inverse, q);
+    return q;
 }
 
 // RN(1 / scale): Newton's steps end there for every significand but the all-ones one, whose inverse is a power of two
@@ -181,19 +201,14 @@ __device__ __forceinline__ unsigned encode_two(float low, float high) {
 #endif
 }
 
-// The quotient with x's sign, which a quotient of zero loses in divide().
-__device__ __forceinline__ float signed_as(float quotient, float x) {
-    return __uint_as_float((__float_as_uint(quotient) & 0x7fffffffu) | (__float_as_uint(x) & 0x80000000u));
-}
-
 // VEC elements as codes of the given positive scale. any_special: the group holds NaN or Inf, which become NaN codes.
+template <int CORRECTIONS>
 __device__ __forceinline__ uint2 encode(const float (&v)[VEC], float scale, bool any_special) {
     const float inverse = invert(scale);
     unsigned pair[VEC / 2];
 #pragma unroll
     for (int i = 0; i < VEC / 2; ++i)
-        pair[i] = encode_two(signed_as(divide(v[2 * i], scale, inverse), v[2 * i]),
-                             signed_as(divide(v[2 * i + 1], scale, inverse), v[2 * i + 1]));
+        pair[i] = encode_two(divide<CORRECTIONS>(v[2 * i], scale, inverse), divide<CORRECTIONS>(v[2 * i + 1], scale, inverse));
     uint2 codes = make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
     if (any_special) {
 #pragma unroll

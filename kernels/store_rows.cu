@@ -43,11 +43,11 @@ __device__ __forceinline__ void store_part(const StoreParams& p, const RowPart& 
         to_float(part.vec[j], v);
         if (ROPE && inside && elem >= HEAD_DIM - ROPE_DIM) rotate(p.rope, position, row_at(p, row), elem, v);
 #if KV_DTYPE == 0
-        unsigned most = max_over_lanes<VECS_PER_GROUP>(amax_bits(v, false));
+        unsigned most = group_amax_bits(part.vec[j], v);
         const bool special = most >= 0x7f800000u;
         if (__any_sync(~0u, special)) most = max_over_lanes<VECS_PER_GROUP>(amax_bits(v, true));
         const float scale = scale_of_amax(__uint_as_float(most));
-        const uint2 codes = encode(v, scale, special);
+        const uint2 codes = encode<ROW_DTYPE == 3 || ROPE ? 2 : 1>(v, scale, special);
         if (!inside) continue;
         if (ALIGNED) *reinterpret_cast<uint2*>(to + elem) = codes;
         else write_bytes(to + elem, &codes.x, 2);

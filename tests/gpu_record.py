@@ -10,12 +10,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
 
 # What decides the outcome of a GPU test beside the test itself: the kernels and the code that launches them.
-LAUNCHING = ("arrays.py", "jit.py", "plan.py", "ops.py", "backends/*.py")
+LAUNCHING = ("arrays.py", "jit.py", "lists.py", "ops.py", "plan.py", "pool.py", "storage.py", "backends/*.py")
 
 
 def sources() -> list[Path]:
     package = ROOT / "cupy_paged"
-    launching = [p for pattern in LAUNCHING for p in package.glob(pattern) if p.name != "numpy.py"]
+    launching = [p for pattern in LAUNCHING for p in package.glob(pattern) if not p.name.startswith("numpy")]
     return sorted([*(ROOT / "kernels").iterdir(), *launching])
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pools import BACKENDS, BF16, E4M3_VALUES, ROW_DTYPES, e4m3_code, get, put, rows, same_bits
 
-from cupy_paged import apply_rope, dequantize_kv, inverse_rope, quantize_kv, store_kv
+from cupy_paged import apply_rope, demo, dequantize_kv, inverse_rope, quantize_kv, store_kv
 
 SCALE_MIN = np.float32(2.0**-80)
 
@@ -203,21 +203,27 @@ def test_error_is_within_half_a_unit_of_the_code(backend, page_size):
     assert (np.abs(back - kv.astype(np.float64)) <= 0.5 * unit * scale * (1 + 1e-6)).all()
 
 
-def test_page_scale_growing_by_powers_of_two_loses_least():
-    """Rows appended one at a time to pages of 64: nearly the error of a page quantised at once, and of own scales."""
-    kv = rows("normal", 256, 512, BF16) * np.exp2(np.random.default_rng(0).uniform(-2, 2, (256, 1))).astype(BF16)
-    codes, scales = new_pool(4, 64, 512)
-    for row in range(256):
+@pytest.mark.parametrize("layer", demo.LAYERS)
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_growing_by_powers_of_two_loses_next_to_nothing(layer, page_size):
+    """Real rows appended one at a time: the error of pages quantised at once, and not much more than of own scales.
+
+    Requantising pages to the exact new scale costs 30 to 40 % more than this, freezing the first scale 6 to 11 times.
+    """
+    with np.load(demo.DATA) as data:
+        kv = data[f"kv_{layer}"].astype(BF16)
+    codes, scales = new_pool(512 // page_size, page_size, 384)
+    for row in range(512):
         store_kv(codes, scales, np.array([row]), kv[row : row + 1])
 
     def error(pool, scale_rows):
         exact = kv.astype(np.float32)
-        back = dequantize_kv(pool, scale_rows).reshape(256, 512)
+        back = dequantize_kv(pool, scale_rows).reshape(512, 384)
         return np.linalg.norm(back - exact) / np.linalg.norm(exact)
 
-    appended, at_once = error(codes, scales), error(*quantize_kv(kv.reshape(4, 64, 512)))
-    assert appended < 1.03 * at_once
-    assert appended < 1.15 * error(*quantize_kv(kv))
+    appended = error(codes, scales)
+    assert appended < 1.015 * error(*quantize_kv(kv.reshape(-1, page_size, 384)))
+    assert appended < 1.16 * error(*quantize_kv(kv))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -168,15 +168,15 @@ class _Geometry:
 def _row_geometry(num_rows: int, head_dim: int, scatter: bool, num_sms: int) -> _Geometry:
     """Of store_rows.
 
-    Without slots, small blocks. With them, one row a warp while the GPU holds all warps at once, spread over as many
-    SMs as there are (but blocks of four warps at least); then more rows a warp, so that the blocks, each of which
-    looks through all later slots, do not become more.
+    Without slots, small blocks. With them every block looks through all later slots, so there are about two blocks an
+    SM at most: of 4 to 16 warps with one row each, then of 32 warps with more and more rows.
     """
     rows_per_step = 32 // min(32, _power_of_two(head_dim // 8))
     steps = _ceil_div(num_rows, rows_per_step)
-    warps, steps_per_warp = min(32 if scatter else 8, max(4, _power_of_two(_ceil_div(steps, num_sms)))), 1
-    if steps > 64 * num_sms and scatter:
-        steps_per_warp = min(_power_of_two(_ceil_div(steps, 64 * num_sms)), _MAX_BLOCK_ROWS // (32 * rows_per_step))
+    warps, steps_per_warp = (min(16, max(4, _power_of_two(_ceil_div(steps, num_sms)))) if scatter else 8), 1
+    if scatter and steps > 32 * num_sms:
+        warps = 32
+        steps_per_warp = min(_power_of_two(_ceil_div(steps, 32 * num_sms)), _MAX_BLOCK_ROWS // (32 * rows_per_step))
     rows_per_warp = steps_per_warp * rows_per_step
     block_rows = warps * rows_per_warp
     blocks = _ceil_div(num_rows, block_rows)
@@ -189,15 +189,16 @@ def _row_geometry(num_rows: int, head_dim: int, scatter: bool, num_sms: int) -> 
 
 @functools.lru_cache(maxsize=4096)
 def _page_geometry(num_pages: int, num_rows: int, page_size: int, scatter: bool, num_sms: int) -> _Geometry:
-    """Of store_pages; 256 threads are a warp for each 64 elements of a row of 512."""
+    """Of store_pages; 8 warps do the at most 8 chunks of a row, and where there are many slots 16 look through them."""
     if not scatter:
         return _Geometry(num_pages, 256, 1, 1)
+    threads = 256 if num_rows <= 1024 else 512
     block_rows = min(256, max(1, num_rows // num_sms))
     table, words = 2 * _power_of_two(block_rows), 8 * _power_of_two(block_rows)
     shift = 33 - words.bit_length()
     at_once = min(block_rows, max(1, _WINNER_BYTES // (4 * page_size)))
     shared = 4 * words + 12 * table + 8 * block_rows + 4 * at_once * page_size
-    return _Geometry(_ceil_div(num_rows, block_rows), 256, 1, block_rows, at_once, table, shift, shared)
+    return _Geometry(_ceil_div(num_rows, block_rows), threads, 1, block_rows, at_once, table, shift, shared)
 
 
 def dequantize(
