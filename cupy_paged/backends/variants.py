@@ -52,7 +52,7 @@ def _ceil_div(a: int, b: int) -> int:
 def combine_for(problem: Problem, num_sms: int) -> Combine:
     """Many threads a row where rows are few; few where they are many and most leave at once."""
     t, h, d = problem.num_tokens, problem.num_heads, problem.head_dim
-    if t * h <= 2 * num_sms:
+    if t * h <= 2 * num_sms and not problem.batch_invariant:  # lanes would add in another order
         piece, vecs, lanes, heads = 64, 1, 16, 1
     elif t * h <= 16 * num_sms:
         piece, vecs, lanes, heads = d, 1, 1, 1
