@@ -199,6 +199,19 @@ def _alignment(a: Array | None, least: int, name: str) -> int:
     return step
 
 
+def _needs_copy(a: Array) -> bool:
+    """Whether rows of q or out begin elsewhere than on 16 bytes, which the kernels count on."""
+    strides = a.strides
+    if not (a.ptr | strides[0] | strides[1]) & 15:
+        return False
+    return bool(a.ptr & 15) or any(n > 1 and s & 15 for n, s in zip(a.shape[:2], strides[:2], strict=True))
+
+
+def _aligned_like(a: Array) -> Array:
+    """A contiguous CuPy array of a's shape for 16-bit elements."""
+    return arrays.view("", _cupy().empty(a.shape, "uint16"))
+
+
 def decode(
     problem: Problem,
     q: Array,
@@ -220,6 +233,13 @@ def decode(
             return decode(problem, q, pool, indices, indptr, sink, scales, softmax_scale, out, lse, workspace, stream)
     if stream is None:
         stream = arrays.current_stream(q)
+    if _needs_copy(q) or _needs_copy(out):
+        with arrays.on_device(q, stream):
+            near, result = _aligned_like(q), _aligned_like(out)
+            arrays.raw(near)[...] = arrays.raw(q)
+            decode(problem, near, pool, indices, indptr, sink, scales, softmax_scale, result, lse, workspace, stream)
+            arrays.raw(out)[...] = arrays.raw(result)
+        return None
     align = (_alignment(pool, 4, "unified_kv"), _alignment(scales, 4, "kv_scales"))
     prepared = prepare(problem, q.device, align)
     plan = prepared.plan
