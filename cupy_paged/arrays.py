@@ -214,14 +214,6 @@ def on_device(a: Array, stream: int | None = None) -> Iterator[None]:
         yield
 
 
-def contiguous(a: Array) -> Array:
-    """`a`, or a contiguous copy of it made on the current stream of CuPy."""
-    import cupy
-
-    copy = cupy.ascontiguousarray(as_cupy(a))
-    return Array(copy, "cupy", copy.data.ptr, copy.shape, copy.strides, a.dtype, a.device, True)
-
-
 def to_numpy(a: Array) -> Any:
     """The values as a NumPy array; synchronises where they are on a GPU."""
     if a.kind == "numpy":

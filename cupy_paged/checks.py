@@ -66,6 +66,15 @@ def contiguous_last(name: str, a: Array, itemsize: int) -> None:
         )
 
 
+def contiguous(name: str, a: Array, itemsize: int) -> None:
+    """A one-dimensional array that a kernel reads from its first address on."""
+    if a.device != HOST and a.ndim == 1 and a.shape[0] > 1 and a.strides[0] != itemsize:
+        raise ValueError(
+            f"{name} must be contiguous on a GPU (stride {itemsize} bytes), got strides {a.strides} bytes; "
+            f"make a contiguous copy first, e.g. {name}.copy()"
+        )
+
+
 def target(name: str, a: Array) -> None:
     """An array to be written: writable, and no element twice."""
     if not a.writable:
@@ -227,6 +236,10 @@ def decode(
     if out is not None:
         target("out", out)
         contiguous_last("out", out, 2)
+    contiguous("kv_indices", indices, 4)
+    contiguous("kv_indptr", indptr, 4)
+    if sink is not None:
+        contiguous("attn_sink", sink, 4)
 
     head_dim("q", d)
     if h < 1:

@@ -72,15 +72,14 @@ def compile_cubin(file: str, constants: Constants, arch: str) -> tuple[bytes, st
     arch : str
         ``'80'``, ``'90a'``, ...
     """
-    from cupy.cuda import nvrtc
-
+    nvrtc = _nvrtc()
     flags = [*options(constants), "-ftz=true", f"-arch=sm_{arch}", "--ptxas-options=-v", *_include_flags()]
     program = nvrtc.createProgram(source(file), file, (), ())
     try:
         try:
             nvrtc.compileProgram(program, flags)
         except nvrtc.NVRTCError as error:
-            raise RuntimeError(f"{file} does not compile for sm_{arch}:\n{nvrtc.getProgramLog(program)}") from error
+            raise compile_error(file, arch, nvrtc.getProgramLog(program)) from error
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)
@@ -106,20 +105,76 @@ def _include_flags() -> list[str]:
     return flags
 
 
-def _cuda_version() -> tuple[int, int]:
+def _nvrtc() -> Any:
+    """CuPy's binding of the compiler, or an ImportError that says how to get the library it binds."""
     from cupy.cuda import nvrtc
 
-    return nvrtc.getVersion()
+    try:
+        nvrtc.getVersion()
+    except Exception as error:  # CuPy loads the library at the first call; what it raises differs by version
+        raise ImportError(f"NVRTC, CUDA's run-time compiler, cannot be loaded: {error}\n{_REMEDY}") from error
+    return nvrtc
+
+
+_REMEDY = (
+    "Install it with pip, for CuPy's CUDA major: 'cuda-toolkit[nvrtc,cudart]==13.*' or 'cuda-toolkit[nvrtc,cudart]==12.9.*' "
+    "(part of cupy-paged[cuda13] and cupy-paged[cuda12]), or set CUDA_PATH to a CUDA toolkit"
+)
+_NO_HEADER = re.compile(r'could not open source file "(\w+\.h\w*)"')
+
+
+def compile_error(file: str, arch: str, log: str) -> Exception:
+    """The compiler's log as an exception: ImportError where CUDA's own headers are missing."""
+    header = _NO_HEADER.search(log)
+    if header:
+        return ImportError(f"{header[1]}, one of CUDA's headers, was not found. {_REMEDY}")
+    return RuntimeError(f"{file} does not compile for sm_{arch}:\n{log}")
+
+
+def _cuda_version() -> tuple[int, int]:
+    return _nvrtc().getVersion()
+
+
+class _Module:
+    """A compiled file loaded on the current device, through CuPy's disk cache where that can be used."""
+
+    def __init__(self, file: str, constants: Constants, arch: str) -> None:
+        import cupy
+
+        _nvrtc()
+        flags = options(constants)
+        if arch.endswith("a"):
+            flags += (f"-arch=sm_{arch}",)  # CuPy adds the plain architecture; the later, narrower one holds
+        module = cupy.RawModule(code=source(file), options=flags, backend="nvrtc")
+        try:
+            module.compile()
+        except cupy.cuda.compiler.CompileException as error:
+            raise compile_error(file, arch, str(error)) from None
+        except OSError:  # the cache folder is read-only, full or unreadable
+            cubin, _ = compile_cubin(file, constants, arch)
+            module = cupy.cuda.function.Module()
+            module.load(cubin)
+        self._module = module
+        self._shared_bytes: dict[str, int] = {}  # allowed so far: a smaller request must not take it back
+
+    def function(self, entry: str, shared_bytes: int) -> int:
+        """CUfunction handle, allowed to use `shared_bytes` of dynamic shared memory."""
+        from cupy.cuda import driver
+
+        kernel = self._module.get_function(entry)
+        handle: int = getattr(kernel, "kernel", kernel).ptr
+        if shared_bytes > self._shared_bytes.get(entry, 48 * 1024):
+            driver.funcSetAttribute(handle, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+            self._shared_bytes[entry] = shared_bytes
+        return handle
+
+
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
 
 
 @functools.cache
-def _module(file: str, constants: Constants, arch: str, device: int) -> Any:
-    import cupy
-
-    flags = options(constants)
-    if arch.endswith("a"):
-        flags += (f"-arch=sm_{arch}",)  # CuPy adds the plain architecture; the later, narrower one holds
-    return cupy.RawModule(code=source(file), options=flags, backend="nvrtc")
+def _module(file: str, constants: Constants, arch: str, device: int) -> _Module:
+    return _Module(file, constants, arch)
 
 
 @functools.cache
@@ -144,15 +199,8 @@ def load(file: str, entry: str, constants: Constants, arch: str, device: int, sh
     int
         The CUfunction handle, valid for the life of the process.
     """
-    with _lock:  # CuPy's RawModule compiles lazily and not under a lock of its own
-        kernel = _module(file, constants, arch, device).get_function(entry)
-        if shared_bytes > 48 * 1024:
-            kernel.max_dynamic_shared_size_bytes = shared_bytes
-        _loaded.append(kernel)
-        return kernel.kernel.ptr
-
-
-_loaded: list[Any] = []  # keeps the modules of the handles alive
+    with _lock:  # one compilation at a time, and never the same one twice
+        return _module(file, constants, arch, device).function(entry, shared_bytes)
 
 
 @atexit.register
@@ -160,4 +208,3 @@ def _unload() -> None:
     """Give the modules back while CuPy can still unload them; at interpreter exit it is too late."""
     load.cache_clear()
     _module.cache_clear()
-    _loaded.clear()

@@ -115,21 +115,22 @@ def test_strides(h):
     oracle.compare(backwards[:, ::-1].get(), plain.get().astype(np.float64), 2.5e-3)
 
 
-@pytest.mark.parametrize("h", [8, 16, 32, 64, 128])
-def test_unaligned_arguments(h):
-    """q and out at any element, indices, indptr and sink with strides."""
+@pytest.mark.parametrize("h", [8, 64])
+def test_unaligned_rows(h):
+    """q and out may begin at any element; lists with strides are refused by name."""
     import cupy
 
     rng = np.random.default_rng(h)
-    call = draw(rng, t=3, h=h, d=512, lengths=[40, 50, 60])
-    gpu = to_gpu(call)
-    plain = paged_decode(**gpu, attn_sink=cupy.ones(h, "float32"))
+    gpu = to_gpu(draw(rng, t=3, h=h, d=512, lengths=[40, 50, 60]))
+    plain = paged_decode(**gpu)
     q = cupy.zeros((3, h, 513), BF16)[:, :, 1:]
     q[...] = gpu["q"]
     out = cupy.zeros((3, h, 515), BF16)[:, :, 3:]
-    twice = {n: cupy.repeat(gpu[n], 2)[::2] for n in ("kv_indices", "kv_indptr")}
-    paged_decode(**{**gpu, **twice, "q": q}, attn_sink=cupy.ones(2 * h, "float32")[::2], out=out)
-    assert (out == plain).all()
+    paged_decode(**{**gpu, "q": q}, out=out)
+    assert (out.view("uint16") == plain.view("uint16")).all()
+    for name in ("kv_indices", "kv_indptr"):
+        with pytest.raises(ValueError, match=name):
+            paged_decode(**{**gpu, name: cupy.repeat(gpu[name], 2)[::2]})
 
 
 @pytest.mark.parametrize("h", [8, 16, 32, 64, 128])

@@ -199,44 +199,17 @@ def _alignment(a: Array | None, least: int, name: str) -> int:
     return step
 
 
-def _packed(a: Array | None) -> bool:
-    """A vector that kernels can read: they take no stride."""
-    return a is None or a.shape[0] < 2 or a.strides[0] == 4
+def _needs_copy(a: Array) -> bool:
+    """Whether rows of q or out begin elsewhere than on 16 bytes, which the kernels count on."""
+    strides = a.strides
+    if not (a.ptr | strides[0] | strides[1]) & 15:
+        return False
+    return bool(a.ptr & 15) or any(n > 1 and s & 15 for n, s in zip(a.shape[:2], strides[:2], strict=True))
 
 
-def _aligned_rows(a: Array) -> bool:
-    """Rows of q or out begin on 8 bytes, as the kernels' vector accesses need."""
-    return not (a.ptr | (a.strides[0] if a.shape[0] > 1 else 0) | (a.strides[1] if a.shape[1] > 1 else 0)) & 7
-
-
-def _needs_copies(q: Array, indices: Array, indptr: Array, sink: Array | None, out: Array) -> bool:
-    return not (_packed(indices) and _packed(indptr) and _packed(sink) and _aligned_rows(q) and _aligned_rows(out))
-
-
-def _decode_copies(
-    problem: Problem,
-    q: Array,
-    pool: Array,
-    indices: Array,
-    indptr: Array,
-    sink: Array | None,
-    scales: Array | None,
-    softmax_scale: float,
-    out: Array,
-    lse: Array | None,
-    workspace: Array | None,
-    stream: int,
-) -> None:
-    """A call with arguments that kernels cannot read in place: through packed copies, on the call's stream."""
-    cupy = _cupy()
-    with cupy.cuda.ExternalStream(stream, q.device) if stream else cupy.cuda.Stream.null:
-        indices, indptr = arrays.contiguous(indices), arrays.contiguous(indptr)
-        sink = None if sink is None else arrays.contiguous(sink)
-        q = q if _aligned_rows(q) else arrays.contiguous(q)
-        target = out if _aligned_rows(out) else arrays.contiguous(out)
-        decode(problem, q, pool, indices, indptr, sink, scales, softmax_scale, target, lse, workspace, stream)
-        if target is not out:
-            arrays.as_cupy(out)[...] = arrays.as_cupy(target)
+def _aligned_like(a: Array) -> Array:
+    """A contiguous CuPy array of a's shape for 16-bit elements."""
+    return arrays.view("", _cupy().empty(a.shape, "uint16"))
 
 
 def decode(
@@ -260,10 +233,13 @@ def decode(
             return decode(problem, q, pool, indices, indptr, sink, scales, softmax_scale, out, lse, workspace, stream)
     if stream is None:
         stream = arrays.current_stream(q)
-    if _needs_copies(q, indices, indptr, sink, out):
-        return _decode_copies(
-            problem, q, pool, indices, indptr, sink, scales, softmax_scale, out, lse, workspace, stream
-        )
+    if _needs_copy(q) or _needs_copy(out):
+        with arrays.on_device(q, stream):
+            near, result = _aligned_like(q), _aligned_like(out)
+            arrays.raw(near)[...] = arrays.raw(q)
+            decode(problem, near, pool, indices, indptr, sink, scales, softmax_scale, result, lse, workspace, stream)
+            arrays.raw(out)[...] = arrays.raw(result)
+        return None
     align = (_alignment(pool, 4, "unified_kv"), _alignment(scales, 4, "kv_scales"))
     prepared = prepare(problem, q.device, align)
     plan = prepared.plan
