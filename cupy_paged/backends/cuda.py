@@ -207,11 +207,6 @@ def _needs_copy(a: Array) -> bool:
     return bool(a.ptr & 15) or any(n > 1 and s & 15 for n, s in zip(a.shape[:2], strides[:2], strict=True))
 
 
-def _aligned_like(a: Array) -> Array:
-    """A contiguous CuPy array of a's shape for 16-bit elements."""
-    return arrays.view("", _cupy().empty(a.shape, "uint16"))
-
-
 def decode(
     problem: Problem,
     q: Array,
@@ -235,10 +230,11 @@ def decode(
         stream = arrays.current_stream(q)
     if _needs_copy(q) or _needs_copy(out):
         with arrays.on_device(q, stream):
-            near, result = _aligned_like(q), _aligned_like(out)
-            arrays.raw(near)[...] = arrays.raw(q)
-            decode(problem, near, pool, indices, indptr, sink, scales, softmax_scale, result, lse, workspace, stream)
-            arrays.raw(out)[...] = arrays.raw(result)
+            near, target = arrays.raw(q).copy(order="C"), arrays.raw(out)
+            result = _cupy().empty(target.shape, target.dtype)
+            q, out = arrays.view("q", near), arrays.view("out", result)
+            decode(problem, q, pool, indices, indptr, sink, scales, softmax_scale, out, lse, workspace, stream)
+            target[...] = result
         return None
     align = (_alignment(pool, 4, "unified_kv"), _alignment(scales, 4, "kv_scales"))
     prepared = prepare(problem, q.device, align)
