@@ -18,6 +18,7 @@ from .plan import Problem
 FP8 = "float8_e4m3fn"
 MAX_HEAD_DIM = 512
 GROUP_SIZES = (32, 64, 128)
+MAX_PARTS = 64  # of merge_states: they travel as one kernel argument of 4 KB
 _OTHER_FP8 = "e4m3fn is the only FP8 format; convert the values, do not reinterpret the bytes"
 
 
@@ -276,6 +277,8 @@ def merge(outs: list[Array], lses: list[Array], sink: Array | None) -> None:
     """Check the arguments of `merge_states`."""
     if not outs:
         raise ValueError("outs must hold at least one partial result")
+    if len(outs) > MAX_PARTS:
+        raise ValueError(f"outs must hold at most {MAX_PARTS} partial results, got {len(outs)}: merge in steps")
     if len(outs) != len(lses):
         raise ValueError(f"outs and lses must be equally many, got {len(outs)} and {len(lses)}")
     first = outs[0]

@@ -155,7 +155,7 @@ def merge_states(outs: Any, lses: Any, attn_sink: Any = None, *, stream: Any = N
 
     Parameters
     ----------
-    outs : sequence of n (T, H, D) arrays of one dtype: bfloat16, float16 or float32
+    outs : sequence of up to 64 (T, H, D) arrays of one dtype: bfloat16, float16 or float32
         Results of `paged_decode` without a sink.
     lses : sequence of n (T, H) arrays of float32
         Their log-sum-exp (natural log, -inf where empty).
