@@ -111,7 +111,8 @@ def paged_decode(
         type(group_size),  # 64.0 and True equal 64 and 1, and must not pass for them
         num_splits,
         type(num_splits),
-        batch_invariant is True,
+        batch_invariant,
+        type(batch_invariant),
     )
     try:
         problem = _problems.get(key)

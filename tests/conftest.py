@@ -61,6 +61,21 @@ def pytest_runtest_makereport(item, call):
         outcomes[item.nodeid] = text
 
 
+@pytest.fixture(params=["numpy", pytest.param("cuda", marks=pytest.mark.gpu)])
+def backend(request):
+    """Both backends in turn, the CUDA one marked as a GPU test."""
+    from faults import Backend
+
+    return Backend(request.param)
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu)])
+def cuda(request):
+    from faults import Backend
+
+    return Backend(request.param)
+
+
 @pytest.fixture
 def record_gpu(request):
     """Put a value into the GPU record: ``record_gpu('benchmark', {...})``."""
