@@ -191,3 +191,10 @@ def guard(backend, call, canary=0xFF):
 
 def unguard(guarded):
     return {name: g.array if isinstance(g, Guarded) else g for name, g in guarded.items()}
+
+
+def captured(gpu, stream, out, workspace, **options):
+    """A graph of one call, captured on the stream, which is current."""
+    stream.begin_capture()
+    paged_decode(**gpu, out=out, workspace=workspace, **options)
+    return stream.end_capture()
