@@ -94,7 +94,7 @@ for n in range(19):
     cupy.clear_memo(); jit._module.cache_clear(); jit.load.cache_clear()
     meet(f"round{n}")
     constants = (("ALIGNED", 1), ("GATHER", 1), ("INDEX_BYTES", 4))
-    assert jit.load("move.cu", "move", constants, "90", 0)
+    assert jit.load("move.cu", "move_items", constants, "90", 0)
 """
 
 

@@ -1,0 +1,183 @@
+"""Every kernel, small shapes and hostile inputs, under compute-sanitizer.
+
+    python tests/sanitize.py                 memcheck, racecheck, initcheck and synccheck, one after another
+    python tests/sanitize.py memcheck        one of them
+    python tests/sanitize.py --inside        the matrix itself, without the sanitizer
+
+Every array is an allocation of its own (CuPy's memory pool is off), so that one byte beyond it is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+import faults  # noqa: E402
+import numpy as np  # noqa: E402
+from faults import BF16, F32, FP16, INT_MAX, INT_MIN, Backend, Config, base  # noqa: E402
+
+import cupy_paged  # noqa: E402
+
+TOOLS = {
+    "memcheck": ["--leak-check", "no"],
+    "racecheck": ["--racecheck-report", "all"],
+    "initcheck": [],
+    "synccheck": [],
+}
+CONFIGS = [
+    Config(),
+    Config(num_heads=64),
+    Config(num_heads=128),
+    Config(num_heads=128, kv="16"),
+    Config(num_heads=3, head_dim=64, page_size=4, q_dtype=FP16, group_size=32),
+    Config(num_heads=17, head_dim=448, page_size=3, group_size=64),
+    Config(num_heads=40, head_dim=256, kv="16", q_dtype=FP16),
+]
+LENGTHS = [0, 1, 31, 33, 65, 200]
+INDPTR = {
+    "decreasing": [60, 50, 40, 30, 20, 10, 0],
+    "beyond": [0, 40, 80, INT_MAX, INT_MAX, INT_MAX, INT_MAX],
+    "negative": [INT_MIN, -1, -1, 5, INT_MIN, 40, 41],
+    "zigzag": [0, 330, 0, 330, 0, 330, 0],
+}
+
+
+def decoding(gpu):
+    for config, mode in itertools.product(CONFIGS, [{}, {"num_splits": 3}, {"batch_invariant": True}]):
+        call = base(config, lengths=LENGTHS, num_slots=300)
+        sink = np.linspace(-1, 1, config.num_heads, dtype=F32)
+        out, lse = gpu.decode(call, attn_sink=sink, **mode)
+        faults.near_reference(call, out, lse, sink)
+        yield "decode"
+        hostile = [{"kv_indptr": np.array(v, np.int32)} for v in INDPTR.values()]
+        wild = np.resize([INT_MIN, -1, 0, 299, 300, 10**6, INT_MAX], 330).astype(np.int32)
+        for change in [*hostile, {"kv_indices": wild}, {"kv_indices": wild, "kv_indptr": hostile[3]["kv_indptr"]}]:
+            changed = call | change
+            out = np.zeros(call["q"].shape, call["q"].dtype)  # a malformed row may be left out, not half-written
+            got, _ = gpu.decode(changed, out=out, **mode)
+            assert np.isfinite(got.astype(F32)).all()
+            yield "hostile decode"
+
+
+def merging(gpu):
+    call = base(lengths=[40, 0, 3])
+    out, lse = gpu.decode(call)
+    cupy_paged.merge_states([gpu.put(out)] * 3, [gpu.put(lse)] * 3, gpu.put(np.zeros(16, F32)))[0].get()
+    yield "merge"
+
+
+def storing(gpu):
+    rng = np.random.default_rng(0)
+    for page_size, dtype, rows_dtype, d in (
+        (1, "float8_e4m3fn", BF16, 512),
+        (1, "float8_e4m3fn", F32, 64),
+        (16, "float8_e4m3fn", BF16, 512),
+        (3, "float8_e4m3fn", FP16, 192),
+        (16, "bfloat16", F32, 512),
+    ):
+        pool = cupy_paged.PagedKV(9, page_size, d, dtype=dtype, device="cuda")
+        slots = rng.integers(0, 9 * page_size, 40)
+        slots[::4] = np.resize([-1, 9 * page_size, INT_MIN, INT_MAX, 2**40 + 3, -(2**63)], 10)
+        rows = gpu.put(rng.standard_normal((40, d)).astype(rows_dtype))
+        cos, sin = gpu.put(np.cos(np.ones((50, 32), F32))), gpu.put(np.sin(np.ones((50, 32), F32)))
+        positions = gpu.put(rng.integers(-2, 60, 40))
+        pool.store(gpu.put(slots), rows)
+        pool.store(gpu.put(slots.astype(np.int32)), rows, positions=positions, cos=cos, sin=sin, interleaved=False)
+        pool.dequantize(gpu.put(slots), "bfloat16").get()
+        pool.dequantize().get()
+        pages = gpu.put(np.array([0, 8, 9, -1, INT_MAX, 3], np.int32))
+        pool.copy_pages(pages, pages[::-1].copy())
+        pool.copy_slots(gpu.put(slots), gpu.put(slots[::-1].copy()))
+        pool.grow(12)
+        if dtype.startswith("float8"):
+            kv = rows[: 36 // page_size * page_size].reshape(-1, page_size, d)
+            cupy_paged.dequantize_kv(*cupy_paged.quantize_kv(kv)).get()
+        heads = gpu.put(rng.standard_normal((40, 5, d)).astype(rows_dtype))
+        cupy_paged.inverse_rope(cupy_paged.apply_rope(heads, positions, cos, sin), positions, cos, sin).get()
+        yield "store, read, copy, rotate"
+
+
+def building(gpu):
+    rng = np.random.default_rng(1)
+    for name in ("int32", "int64"):
+        bad = [-1, 0, 5, INT_MAX] if name == "int32" else [-1, 0, 5, 2**40, -(2**63), 2**63 - 1]
+        table = gpu.put(np.resize(bad, (7, 9)).astype(name))
+        lens = gpu.put(np.array([0, 1, 35, 36, INT_MAX, -5, INT_MIN], name))
+        cupy_paged.lists_from_page_table(table, lens, 4)[0].get()
+        cupy_paged.lists_from_page_table(table, lens, 4, capacity=20)[0].get()
+        cupy_paged.lists_from_padded(table, lens)[0].get()
+        cupy_paged.lists_from_padded(table, capacity=5)[0].get()
+        positions, sequences = (
+            gpu.put(np.array([-1, 0, 3, 200, INT_MAX, 5, 9], name)),
+            gpu.put(np.resize(bad, 7).astype(name)),
+        )
+        rings = gpu.put(rng.integers(0, 99, 7).astype(name))
+        for options in ({}, {"page_table": table, "ratio": 4, "page_size": 3}, {"topk": table, "ratio": 4},
+                        {"page_table": table, "topk": table, "num_entries": lens}):  # fmt: skip
+            cupy_paged.lists_for_v4(positions, sequences, rings, window=8, **options)[0].get()
+        yield "lists"
+
+
+def inside():
+    import cupy
+
+    cupy.cuda.set_allocator(None)
+    gpu, counts = Backend("cuda"), {}
+    for name in itertools.chain(decoding(gpu), merging(gpu), storing(gpu), building(gpu)):
+        counts[name] = counts.get(name, 0) + 1
+    cupy.cuda.Device().synchronize()
+    print(f"matrix: {counts}")
+
+
+def sanitize(tool, timeout=600):
+    """Run the matrix under one tool: {'command', 'summary', 'matrix', 'seconds'}; raises unless it is clean."""
+    command = ["compute-sanitizer", "--tool", tool, *TOOLS[tool], "--error-exitcode", "9", "--print-limit", "20"]
+    begin = time.monotonic()
+    done = subprocess.run(
+        [*command, sys.executable, str(ROOT / "tests" / "sanitize.py"), "--inside"],
+        capture_output=True, text=True, check=False, timeout=timeout, cwd=ROOT,
+    )  # fmt: skip
+    text = done.stdout + done.stderr
+    summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", text)
+    matrix = re.findall(r"^matrix: (.*)", text, re.MULTILINE)
+    if done.returncode or not summary or not matrix:
+        raise AssertionError(f"{tool}: exit status {done.returncode}, {summary}\n{text[-6000:]}")
+    assert re.match(r"(ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards)", summary[-1]), summary
+    return {
+        "command": " ".join([*command, "python", "tests/sanitize.py", "--inside"]),
+        "summary": summary[-1],
+        "matrix": matrix[-1],
+        "seconds": round(time.monotonic() - begin),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tools", nargs="*", metavar="tool", help=", ".join(TOOLS))
+    parser.add_argument("--inside", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.inside:
+        return inside()
+    if not shutil.which("compute-sanitizer"):
+        raise SystemExit("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
+    failed = False
+    for tool in arguments.tools or TOOLS:
+        try:
+            print(sanitize(tool), flush=True)
+        except AssertionError as error:
+            print(error, flush=True)
+            failed = True
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
