@@ -24,55 +24,68 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
     const bool active = head < p.num_heads;
     const int dim0 = blockIdx.z * PIECE_DIMS + 4 * x;
 
-    // The block's weights, AT_ONCE partials at a time: first the largest lse2 of all, then exp2(lse2 - most).
-    constexpr int AT_ONCE = 512 / HEADS_PER_CTA;
+    // Partials this thread adds: lane, lane + LANES, ... The first BATCH are on their way while the weights are made.
+    constexpr int BATCH = VECS >= 4 ? 2 : VECS >= 2 ? 4 : 8;
+    float4 part[BATCH][VECS];
+    auto fetch = [&](int k0) {
+#pragma unroll
+        for (int a = 0; a < BATCH; ++a) {
+            const int k = k0 + a * LANES;
+            const long long at = active && k < partials.count ? partials.at(p, k) : -1;
+            const float4* from = reinterpret_cast<const float4*>(p.partial_out + (at * p.num_heads + head) * HEAD_DIM + dim0);
+#pragma unroll
+            for (int v = 0; v < VECS; ++v) part[a][v] = at >= 0 ? from[v * THREADS_PER_HEAD] : make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+    };
+    fetch(lane);
+
+    // Weights exp2(lse2 - most), HEAD_THREADS at a time: a thread keeps the lse2 it reads first, which is all of them as a rule.
     constexpr int HEAD_THREADS = THREADS / HEADS_PER_CTA;
-    __shared__ float weights[HEADS_PER_CTA][AT_ONCE];
+    __shared__ float maxima[HEADS_PER_CTA][HEAD_THREADS], weights[HEADS_PER_CTA][HEAD_THREADS];
     const int own = threadIdx.x / HEAD_THREADS, thread = threadIdx.x % HEAD_THREADS;
-    float most = neg_inf();
-    for (int k = thread; active && k < partials.count; k += HEAD_THREADS) {
-        const long long at = partials.at(p, k);
-        if (at >= 0) most = fmaxf(most, p.partial_lse2[at * p.num_heads + head]);
-    }
-    weights[own][thread] = most;
+    auto lse2_of = [&](int k) {
+        const long long at = active && k < partials.count ? partials.at(p, k) : -1;
+        return at >= 0 ? p.partial_lse2[at * p.num_heads + head] : neg_inf();
+    };
+    float mine = lse2_of(thread), most = mine;
+    for (int k = thread + HEAD_THREADS; k < partials.count; k += HEAD_THREADS) most = fmaxf(most, lse2_of(k));
+    constexpr int WIDTH = HEAD_THREADS % 32 ? 1 : 32;   // lanes that can be reduced by shuffles
+#pragma unroll
+    for (int x = 1; x < WIDTH; x *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, x));
+    maxima[own][thread / WIDTH] = most;
     __syncthreads();
-    for (int i = 0; i < HEAD_THREADS; ++i) most = fmaxf(most, weights[own][i]);
+    const int given = min(partials.count, HEAD_THREADS / WIDTH);
+#pragma unroll 8
+    for (int i = 0; i < given; ++i) most = fmaxf(most, maxima[own][i]);
 
     float sum = 0.f;
     float4 o[VECS];
 #pragma unroll
     for (int v = 0; v < VECS; ++v) o[v] = make_float4(0.f, 0.f, 0.f, 0.f);
-    constexpr int AHEAD = VECS >= 4 ? 1 : 4;
-    for (int k1 = 0; k1 < partials.count; k1 += AT_ONCE) {
-        const int end = min(partials.count - k1, AT_ONCE);
-        __syncthreads();
-        for (int k = thread; active && k < end; k += HEAD_THREADS) {
-            const long long at = partials.at(p, k1 + k);
-            const float lse2 = at < 0 ? neg_inf() : p.partial_lse2[at * p.num_heads + head];
-            weights[own][k] = lse2 == neg_inf() ? 0.f : exp2_approx(lse2 - most);
+    // HEAD_THREADS is a multiple of LANES, so a thread's partials go on from one round of weights to the next.
+    for (int k1 = 0; k1 < partials.count; k1 += HEAD_THREADS) {
+        const int end = min(partials.count, k1 + HEAD_THREADS);
+        if (k1) {
+            __syncthreads();
+            mine = lse2_of(k1 + thread);
         }
+        weights[own][thread] = mine == neg_inf() ? 0.f : exp2_approx(mine - most);
         __syncthreads();
-        if (!active) continue;
-        for (int k0 = lane; k0 < end; k0 += LANES * AHEAD) {
-            float weight[AHEAD];
-            float4 part[AHEAD][VECS];
+        for (int k0 = k1 + lane; k0 < end; k0 += LANES * BATCH) {
+            if (k0 != lane) fetch(k0);
 #pragma unroll
-            for (int a = 0; a < AHEAD; ++a) {
+            for (int a = 0; a < BATCH; ++a) {
                 const int k = k0 + a * LANES;
-                weight[a] = k < end ? weights[own][k] : 0.f;
-                const float4* from = reinterpret_cast<const float4*>(p.partial_out + (partials.at(p, k1 + k) * p.num_heads + head) * HEAD_DIM + dim0);
+                const float weight = k < end ? weights[own][k - k1] : 0.f;
+                if (weight != 0.f) {   // what an idle worker left in its place is not added
+                    sum += weight;
 #pragma unroll
-                for (int v = 0; v < VECS; ++v) part[a][v] = weight[a] != 0.f ? from[v * THREADS_PER_HEAD] : make_float4(0.f, 0.f, 0.f, 0.f);
-            }
-#pragma unroll
-            for (int a = 0; a < AHEAD; ++a) {
-                sum += weight[a];
-#pragma unroll
-                for (int v = 0; v < VECS; ++v) {
-                    o[v].x += weight[a] * part[a][v].x;
-                    o[v].y += weight[a] * part[a][v].y;
-                    o[v].z += weight[a] * part[a][v].z;
-                    o[v].w += weight[a] * part[a][v].w;
+                    for (int v = 0; v < VECS; ++v) {
+                        o[v].x += weight * part[a][v].x;
+                        o[v].y += weight * part[a][v].y;
+                        o[v].z += weight * part[a][v].z;
+                        o[v].w += weight * part[a][v].w;
+                    }
                 }
             }
         }

@@ -39,41 +39,12 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    reason = _missing_gpu() if any(item.get_closest_marker("gpu") for item in items) else None
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
-            else:
-                config.gpu_outcomes[item.nodeid] = "not run"
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = (yield).get_result()
-    outcomes = item.config.gpu_outcomes
-    if item.nodeid not in outcomes:
-        return
-    if report.when == "call" or report.outcome != "passed":
-        text = report.outcome
-        if report.skipped:
-            text = f"skipped: {report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr}"
-        outcomes[item.nodeid] = text
-
-
-@pytest.fixture(params=["numpy", pytest.param("cuda", marks=pytest.mark.gpu)])
-def backend(request):
-    """Both backends in turn, the CUDA one marked as a GPU test."""
-    from faults import Backend
-
-    return Backend(request.param)
-
-
-@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu)])
-def cuda(request):
-    from faults import Backend
-
-    return Backend(request.param)
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _missing_gpu() if marked else None
+    for item in marked:
+        item.user_properties.append(("gpu", True))
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture
@@ -81,15 +52,41 @@ def record_gpu(request):
     """Put a value into the GPU record: ``record_gpu('benchmark', {...})``."""
 
     def put(name, value):
-        request.config.gpu_extra[name] = value
+        request.node.user_properties.append((f"record {name}", json.dumps(value)))
 
     return put
+
+
+class GpuOutcomes:
+    """Collects the outcomes of GPU tests, from this process or from the workers of pytest-xdist."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report):
+        properties = dict(report.user_properties)
+        if "gpu" not in properties:
+            return
+        for name, value in properties.items():
+            if name.startswith("record "):
+                self.config.gpu_extra[name[7:]] = json.loads(value)
+        if report.when == "call" or report.outcome != "passed":
+            text = report.outcome
+            if report.skipped:
+                text = f"skipped: {report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr}"
+            if report.when == "call" or text != "passed":
+                self.config.gpu_outcomes[report.nodeid] = text
+
+
+def pytest_sessionstart(session):
+    if session.config.getoption("--gpu-record") and not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(GpuOutcomes(session.config), "gpu_outcomes")
 
 
 def pytest_sessionfinish(session):
     config = session.config
     target = config.getoption("--gpu-record")
-    if not target or not config.gpu_outcomes:
+    if not target or not config.gpu_outcomes or hasattr(config, "workerinput") or _missing_gpu():
         return
     from cupy_paged import bench
 
@@ -99,11 +96,17 @@ def pytest_sessionfinish(session):
         text=True,
         check=False,
     ).stdout.strip()
+    # Two runs on the same sources add up (the tests in parallel, then the benchmark alone); others start afresh.
+    path, digest, before = Path(target), gpu_record.digest(), {}
+    if path.exists():
+        found = json.loads(path.read_text())
+        before = found if found.get("digest") == digest else {}
     record = {
+        **before,
         "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "gpu": {**bench.gpu_description(), "driver": driver},
-        "digest": gpu_record.digest(),
-        "tests": dict(sorted(config.gpu_outcomes.items())),
+        "digest": digest,
+        "tests": dict(sorted({**before.get("tests", {}), **config.gpu_outcomes}.items())),
         **config.gpu_extra,
     }
-    Path(target).write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n")

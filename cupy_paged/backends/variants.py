@@ -52,10 +52,15 @@ def _ceil_div(a: int, b: int) -> int:
 def combine_for(problem: Problem, num_sms: int) -> Combine:
     """Many threads a row where rows are few; few where they are many and most leave at once."""
     t, h, d = problem.num_tokens, problem.num_heads, problem.head_dim
-    if t * h <= 2 * num_sms and not problem.batch_invariant:  # lanes would add in another order
+    # (dims a block, float4 a thread, partials added side by side, heads a block), measured at D = 512
+    if problem.batch_invariant:  # always one after the other: the order of addition must not depend on the batch
+        piece, vecs, lanes, heads = d, 2, 1, 2
+    elif t * h <= 32:
         piece, vecs, lanes, heads = 64, 1, 16, 1
-    elif t * h <= 16 * num_sms:
-        piece, vecs, lanes, heads = d, 1, 1, 1
+    elif t * h <= 2 * num_sms:
+        piece, vecs, lanes, heads = 128 if d % 128 == 0 else 64, 1, 8, 1
+    elif t * h <= 8 * num_sms:
+        piece, vecs, lanes, heads = d, 2, 1, 2
     else:
         piece, vecs, lanes, heads = d, d // 64, 1, 8
     constants = _constants(
