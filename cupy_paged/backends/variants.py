@@ -127,7 +127,10 @@ def choose(problem: Problem, arch: int, num_sms: int, align: tuple[int, int]) ->
     """
     variant = mma_variant(problem, arch, num_sms, align)
     blocks = _ceil_div(problem.num_heads, variant.heads_per_cta)
-    slots = max(1, num_sms * variant.ctas_per_sm // blocks)
+    per_sm = variant.ctas_per_sm
+    if problem.num_tokens <= 32:
+        per_sm = min(per_sm, 2)  # every row is divided: more workers cost more in combining than they gain
+    slots = max(1, num_sms * per_sm // blocks)
     # Fixed splits for batch_invariant: chunks of a few tiles for few heads, longer where partials are larger.
     chunk_min, max_chunks = max(256, 16 * problem.num_heads), 64
     plan = make_plan(
