@@ -47,6 +47,21 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(params=["numpy", pytest.param("cuda", marks=pytest.mark.gpu)])
+def backend(request):
+    """Both backends in turn, the CUDA one marked as a GPU test."""
+    from faults import Backend
+
+    return Backend(request.param)
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu)])
+def cuda(request):
+    from faults import Backend
+
+    return Backend(request.param)
+
+
 @pytest.fixture
 def record_gpu(request):
     """Put a value into the GPU record: ``record_gpu('benchmark', {...})``."""
