@@ -296,6 +296,7 @@ def merge(outs: list[Array], lses: list[Array], sink: Array | None) -> None:
             raise ValueError(f"lses[{i}] must have shape (T, H) = {first.shape[:2]}, got {e.shape}")
     if sink is not None:
         dtype("attn_sink", sink, "float32")
+        contiguous("attn_sink", sink, 4)
         if sink.shape != first.shape[1:2]:
             raise ValueError(f"attn_sink must have shape (H,) = {first.shape[1:2]}, got {sink.shape}")
 

@@ -286,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
     gather.left = 0;
     gather.fresh = false;
     gather.fetch(p);
-    if (gather.pushed == 0) mark_idle(p, blockIdx.x, blockIdx.y * HEADS, HEADS, tid, THREADS);
+    clear_places(p, blockIdx.x, blockIdx.y * HEADS, HEADS, tid, THREADS);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) gather.issue(p, s);
 

@@ -132,12 +132,16 @@ struct Segments {
     }
 };
 
-// A worker that got no segment (two cuts fell together) says so where combine.cu may look for its partial.
+// Balanced cuts: both places of a worker begin as empty, before the block's first barrier. combine.cu looks at places
+// that nobody writes where two cuts fell together, and anywhere where kv_indptr is malformed.
 // Threads first, first + step, ... of the block do heads [head0, head0 + heads).
-__device__ __forceinline__ void mark_idle(const DecodeParams& p, int cta, int head0, int heads, int first, int step) {
+__device__ __forceinline__ void clear_places(const DecodeParams& p, int cta, int head0, int heads, int first, int step) {
     if (p.max_chunks || p.num_partials == 0) return;
-    for (int h = head0 + first; h < min(head0 + heads, p.num_heads); h += step)
-        p.partial_lse2[2LL * cta * p.num_heads + h] = __int_as_float(0xff800000);
+    for (int i = first; i < 2 * heads; i += step) {
+        const int head = head0 + i % heads;
+        if (head < p.num_heads)
+            p.partial_lse2[(2LL * cta + i / heads) * p.num_heads + head] = __int_as_float(0xff800000);
+    }
 }
 
 // The partials of one row, seen from combine.cu. count < 2: the row was written directly, there are none.

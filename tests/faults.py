@@ -89,6 +89,14 @@ class Backend(NamedTuple):
     def full(self, shape, value, dtype):
         return self.put(np.full(shape, value, dtype))
 
+    def zero_workspace(self, size):
+        """{'workspace': `size` zero bytes} on a GPU; NumPy needs none."""
+        if not self.cuda:
+            return {}
+        import cupy
+
+        return {"workspace": cupy.zeros(size, "uint8")}
+
 
 def base(config=BASE, lengths=(64, 64, 64, 64), seed=0, num_slots=1024):
     """NumPy arguments: N(0, 1) rows quantised, N(0, 1) queries, every list of distinct random slots."""

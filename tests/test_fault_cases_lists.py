@@ -230,11 +230,16 @@ HOSTILE_INDPTR = {
 @faults.modes
 @pytest.mark.parametrize("name", HOSTILE_INDPTR)
 def test_o21_any_indptr_is_harmless(backend, config, mode, name):
-    """Nothing outside the arrays is read into a result or written; the next call is right."""
+    """Nothing outside the arrays is read into a result or written; the next call is right.
+
+    What fixed splits of malformed rows give may come from the workspace, which is therefore given, and zero.
+    """
     call = base(config)
     hostile = call | {"kv_indptr": np.array(HOSTILE_INDPTR[name], np.int32)}
     guarded = faults.guard(backend, hostile)
     out = faults.Guarded(backend, np.zeros(call["q"].shape, call["q"].dtype))
+    if mode:
+        mode = mode | backend.zero_workspace(1 << 24)
     got, _ = backend.decode(faults.unguard(guarded), out=out.array, **mode)
     assert out.intact()
     assert all(g.intact() for g in guarded.values() if isinstance(g, faults.Guarded))

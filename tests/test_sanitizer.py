@@ -7,13 +7,10 @@ import shutil
 import pytest
 import sanitize
 
-OUTCOMES = {}
-
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
 def test_clean(tool, record_gpu):
     if not shutil.which("compute-sanitizer"):
         pytest.skip("compute-sanitizer is not installed")
-    OUTCOMES[tool] = sanitize.sanitize(tool)
-    record_gpu("sanitizer", OUTCOMES)
+    record_gpu(f"sanitizer {tool}", sanitize.sanitize(tool))
