@@ -19,6 +19,8 @@ DEVICE const char* at_row(const char* base, int row, int stride) {
     return r;
 }
 
+DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // Asynchronous copy of BYTES to shared memory; zeros, and no access to source memory, where !take.
 template <int BYTES>
 DEVICE void copy_async(unsigned to, const void* from, bool take) {

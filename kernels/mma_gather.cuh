@@ -33,6 +33,18 @@ struct Gather {
         fresh = more;
         pushed += more;
     }
+    // The warp's part of a segment's queries to L2, before it is read.
+    DEVICE void prefetch_queries(const DecodeParams& p, int row) const {
+        constexpr int LINES = WARP_DIMS * 2 / 128;   // of 128 bytes, a head
+#pragma unroll
+        for (int i = 0; i < HEADS * LINES; i += 32) {
+            const int head = blockIdx.y * HEADS + (i + lane) / LINES;
+            if (HEADS * LINES - i < 32 && i + lane >= HEADS * LINES) break;
+            if (head < p.num_heads)
+                prefetch(static_cast<const char*>(p.q) + 2 * (row * p.q_stride_token + head * p.q_stride_head + warp * WARP_DIMS) +
+                         lane % LINES * 128);
+        }
+    }
     // Read ahead the next tile's slot ids.
     DEVICE void fetch(const DecodeParams& p) {
         if (more && left == 0 && !fresh) advance(p);
