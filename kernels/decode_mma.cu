@@ -111,11 +111,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
         const int tiles = max((segment.y + TILE - 1) / TILE, 1);
         for (int i = 0; i < tiles; ++i) {
             const unsigned at = base + stage * STAGE_BYTES, scales = at + SCALES_AT;
+            // Scales of the key tiles this warp does the softmax of: smax of slots 2t, 2t + 1, kept in [2^-80, 2^100], so
+            // that l stays in range (up makes good for it), and scale / smax of groups g, g + 8. Made amid QK, whose
+            // products leave time for it.
+            float log_smax[SOFT_TURNS][2], inverse[SOFT_TURNS][2], ratio_of[SOFT_TURNS][GROUP_TURNS ? GROUP_TURNS : 1][2];
+            auto normalise_scales = [&] {
+#pragma unroll
+                for (int turn = 0; turn < SOFT_TURNS; ++turn) {
+                    const int n = warp + turn * WARPS;
+                    const bool past = KEY_TILES % WARPS != 0 && n >= KEY_TILES;
+#pragma unroll
+                    for (int odd = 0; odd < 2; ++odd) {
+                        float most = 0x1p-80f;
+#pragma unroll
+                        for (int j = 0; j < GROUP_TURNS; ++j) {
+                            float scale = 0.f;
+                            if (!past && (GROUPS % 8 == 0 || 8 * j + g < GROUPS))
+                                scale = lds(scales + (n * 8 + t + 4 * odd) * SCALE_PITCH + (8 * j + g) * 4);
+                            ratio_of[turn][j][odd] = scale;
+                            most = fmaxf(most, scale);
+                        }
+#pragma unroll
+                        for (int x = 4; x < 32; x *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, x));
+                        if (most > 0x1p100f && most != -neg_inf()) most = 0x1p100f;   // Inf stays and spoils its tokens
+                        log_smax[turn][odd] = log2_approx(most);
+                        inverse[turn][odd] = exp2_approx(-log_smax[turn][odd]);
+#pragma unroll
+                        for (int j = 0; j < GROUP_TURNS; ++j) ratio_of[turn][j][odd] *= inverse[turn][odd];
+                    }
+                }
+            };
             // ---- QK ----
             // Two key tiles and two scale groups (or two blocks of heads) at a time: four independent chains of products.
             constexpr int AT_ONCE = 2;
 #pragma unroll
             for (int n0 = 0; n0 < KEY_TILES; n0 += AT_ONCE) {
+                if (FP8 && n0 == KEY_TILES - AT_ONCE) normalise_scales();
                 float4 s[AT_ONCE][M_TILES];
                 if (FP8) {
                     unsigned x[AT_ONCE][K_STEPS / 4][4];
@@ -214,35 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
                     sum[m][half] = 0.f;
                 }
             if (warp < KEY_TILES) {
-                // smax of slots 2t, 2t + 1, kept in [2^-80, 2^100], so that l stays in range; up makes good for it.
-                float log_smax[SOFT_TURNS][2], inverse[SOFT_TURNS][2];
                 if (FP8) {
-                    // Lane (g, t) has groups g and g + 8 of slots 2t and 2t + 1.
-                    float ratio[SOFT_TURNS][GROUP_TURNS ? GROUP_TURNS : 1][2];
-#pragma unroll
-                    for (int turn = 0; turn < SOFT_TURNS; ++turn) {
-                        const int n = warp + turn * WARPS;
-                        const bool past = KEY_TILES % WARPS != 0 && n >= KEY_TILES;
-#pragma unroll
-                        for (int odd = 0; odd < 2; ++odd) {
-                            float most = 0x1p-80f;
-#pragma unroll
-                            for (int j = 0; j < GROUP_TURNS; ++j) {
-                                float scale = 0.f;
-                                if (!past && (GROUPS % 8 == 0 || 8 * j + g < GROUPS))
-                                    scale = lds(scales + (n * 8 + t + 4 * odd) * SCALE_PITCH + (8 * j + g) * 4);
-                                ratio[turn][j][odd] = scale;
-                                most = fmaxf(most, scale);
-                            }
-#pragma unroll
-                            for (int x = 4; x < 32; x *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, x));
-                            if (most > 0x1p100f && most != -neg_inf()) most = 0x1p100f;   // Inf stays and spoils its tokens
-                            log_smax[turn][odd] = log2_approx(most);
-                            inverse[turn][odd] = exp2_approx(-log_smax[turn][odd]);
-#pragma unroll
-                            for (int j = 0; j < GROUP_TURNS; ++j) ratio[turn][j][odd] *= inverse[turn][odd];
-                        }
-                    }
                     float near_up[GROUP_TURNS ? GROUP_TURNS : 1], most[GROUP_TURNS ? GROUP_TURNS : 1];
                     bool above = false;
 #pragma unroll
@@ -251,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
                         most[j] = 0.f;
 #pragma unroll
                         for (int turn = 0; turn < SOFT_TURNS; ++turn)
-                            most[j] = fmaxf(most[j], fmaxf(ratio[turn][j][0], ratio[turn][j][1]));
+                            most[j] = fmaxf(most[j], fmaxf(ratio_of[turn][j][0], ratio_of[turn][j][1]));
                         above |= most[j] * up[j] > 2.f;
                     }
                     if (__any_sync(~0u, above)) {
@@ -272,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
                         for (int j = 0; j < GROUP_TURNS; ++j) {
                             if (GROUPS % 8 == 0 || 8 * j + g < GROUPS)
                                 stsu(base + RATIO_AT + (n * 4 + t) * RATIO_PITCH + (8 * j + g) * 4,
-                                     pack_half(ratio[turn][j][0] * near_up[j], ratio[turn][j][1] * near_up[j]));
+                                     pack_half(ratio_of[turn][j][0] * near_up[j], ratio_of[turn][j][1] * near_up[j]));
                             if (t == 0) sts(base + UP_AT + ((8 * j + g) * KEY_TILES + n) * 4, near_up[j]);
                         }
                     }
