@@ -68,12 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
     gather.left = 0;
     gather.fresh = false;
     gather.fetch(p);
-<<<<<<< HEAD
-    clear_places(p, blockIdx.x, blockIdx.y * HEADS, HEADS, tid, THREADS);
-=======
     if (gather.pushed) gather.prefetch_queries(p, *reinterpret_cast<const int*>(smem + RING_AT + warp * RING * 16));
-    else mark_idle(p, blockIdx.x, blockIdx.y * HEADS, HEADS, tid, THREADS);
->>>>>>> 4d12875 (First queries fetched ahead)
+    clear_places(p, blockIdx.x, blockIdx.y * HEADS, HEADS, tid, THREADS);
 #pragma unroll 1   // a second copy of the code costs more than the loop
     for (int s = 0; s < STAGES - 1; ++s) gather.issue(p, s);
 
