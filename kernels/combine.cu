@@ -14,7 +14,6 @@ constexpr int THREADS = HEADS_PER_CTA * THREADS_PER_HEAD * LANES;
 static_assert(LANES == 1 || HEADS_PER_CTA == 1, "lanes are added across the whole block");
 
 extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ DecodeParams p) {
-    allow_next_kernel();
     const int row = blockIdx.x;
     const RowPartials partials(p, row);
     wait_for_previous_kernel();

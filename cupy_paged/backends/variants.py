@@ -128,7 +128,7 @@ def mma_variant(problem: Problem, arch: int, num_sms: int, align: tuple[int, int
     )
     heads = 16 * m_tiles
     combine = combine_for(problem, num_sms)
-    return Variant("decode_mma.cu", "decode_mma", constants, TILE, threads, shared, heads, ctas, TILE, combine, waits=True)
+    return Variant("decode_mma.cu", "decode_mma", constants, TILE, threads, shared, heads, ctas, TILE, combine)
 
 
 def choose(problem: Problem, arch: int, num_sms: int, align: tuple[int, int]) -> tuple[Variant, Plan]:
