@@ -30,6 +30,7 @@ from faults import (  # noqa: E402
     FP16,
     INT_MAX,
     INT_MIN,
+    LSE_BOUND,
     Backend,
     Guarded,
     kind,
@@ -162,7 +163,7 @@ def exact(call, options):
         total = weights.sum(axis=1, keepdims=True)
         weights /= total
         lse[i] = (top + np.log(total))[:, 0]
-        lse_allowed[i] = delta + 1e-3 + 1e-6 * np.abs(lse[i])
+        lse_allowed[i] = delta + LSE_BOUND[kind(call)] + 1e-6 * np.abs(lse[i])
         with np.errstate(over="ignore"):
             keep = 1.0 if sink is None else 1 / (1 + np.exp(sink.astype(np.float64)[:, None] - lse[i][:, None]))
         out[i] = weights @ kv * keep

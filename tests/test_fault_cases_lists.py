@@ -107,6 +107,35 @@ def test_o05_strided_lists(backend):
             faults.near_reference(call, *backend.decode(arguments), sink)
 
 
+@faults.some_configs
+@faults.modes
+def test_o05_lists_that_begin_anywhere(backend, config, mode):
+    """Slices of larger arrays, and a first row that does not begin at 0, give the bits of arrays of their own."""
+    call = base(config, lengths=[64, 33, 0, 200])
+    plain = backend.decode(call, **mode)
+    for shift in (1, 2, 3):
+        buffers = {name: np.r_[np.full(shift, 7, np.int32), call[name], 9] for name in ("kv_indices", "kv_indptr")}
+        sliced = {name: backend.put(a)[shift:-1] for name, a in buffers.items()}
+        late = {"kv_indices": buffers["kv_indices"], "kv_indptr": call["kv_indptr"] + np.int32(shift)}
+        for got, wanted in zip(backend.decode(call | sliced, **mode), plain, strict=True):
+            faults.same_bits(got, wanted)
+        faults.near_reference(call, *backend.decode(call | late, **mode))
+
+
+@pytest.mark.parametrize("name", ["kv_indices", "kv_indptr", "attn_sink"])
+def test_o05_unaligned_lists_are_refused(cuda, name):
+    """A kernel that read them would fault, and the device would be lost to the process."""
+    import cupy
+
+    call = cuda.put(base() | {"attn_sink": np.zeros(16, F32)})
+    raw = cupy.zeros(call[name].nbytes + 4, "uint8")
+    raw[2:-2] = call[name].view("uint8")
+    odd = cupy.ndarray(call[name].shape, call[name].dtype, raw.data + 2)
+    with pytest.raises(ValueError, match=rf"{name}.*multiple of 4"):
+        paged_decode(**call | {name: odd})
+    faults.near_reference(base(), *cuda.decode(base()))
+
+
 def test_o05_strided_inputs_of_storing_and_builders(backend):
     rng = np.random.default_rng(5)
     rows = rng.standard_normal((8, 128)).astype(F32)

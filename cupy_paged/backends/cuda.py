@@ -210,6 +210,12 @@ def _needs_copy(a: Array) -> bool:
     return bool(a.ptr & 15) or any(n > 1 and s & 15 for n, s in zip(a.shape[:2], strides[:2], strict=True))
 
 
+def _refuse_unaligned(**given: Array | None) -> None:
+    for name, a in given.items():
+        if a is not None and a.ptr & 3:
+            raise ValueError(f"{name} must begin at a multiple of 4 bytes, got address {a.ptr:#x}; make a copy first")
+
+
 def decode(
     problem: Problem,
     q: Array,
@@ -231,6 +237,8 @@ def decode(
             return decode(problem, q, pool, indices, indptr, sink, scales, softmax_scale, out, lse, workspace, stream)
     if stream is None:
         stream = arrays.current_stream(q)
+    if (indices.ptr | indptr.ptr | (sink.ptr if sink is not None else 0)) & 3:
+        _refuse_unaligned(kv_indices=indices, kv_indptr=indptr, attn_sink=sink)
     if _needs_copy(q) or _needs_copy(out):
         with arrays.on_device(q, stream):
             near, target = arrays.raw(q).copy(order="C"), arrays.raw(out)
