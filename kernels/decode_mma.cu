@@ -321,10 +321,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
                         if (FP8) {
                             sum[m][0] += e.x * inverse[turn][0] + e.y * inverse[turn][1];
                             sum[m][1] += e.z * inverse[turn][0] + e.w * inverse[turn][1];
-                        } else {   // what the tensor cores will sum
-                            const float2 a = unpack_pair<BF16>(first), b = unpack_pair<BF16>(second);
-                            sum[m][0] += a.x + a.y;
-                            sum[m][1] += b.x + b.y;
+                        } else {
+                            sum[m][0] += e.x + e.y;
+                            sum[m][1] += e.z + e.w;
                         }
                         if (t == 0) {
                             sts(base + REF_AT + ((m * 16 + g) * KEY_TILES + n) * 4, near[m][0]);

@@ -91,8 +91,10 @@ def mma_variant(problem: Problem, arch: int, num_sms: int, align: tuple[int, int
     group_size = problem.group_size if fp8 else 64
     groups = d // group_size if fp8 else 0
     warp_dims = 128 if d == 512 else 64
-    # 32 heads a block where there are more than 16: a row is widened once for both halves.
-    wide = fp8 and d == 512 and problem.num_heads > 16 and align[0] == 16 and group_size >= 64
+    # 32 heads a block where there are more than 16: a row is widened once for both halves. Few slots are sooner done
+    # by more blocks; batch-invariant calls may not choose by the number of slots.
+    many = problem.nnz >= 4096 or problem.batch_invariant
+    wide = many and fp8 and d == 512 and problem.num_heads > 16 and align[0] == 16 and group_size >= 64
     m_tiles = 2 if wide else 1
     row_bytes, room = d * (1 if fp8 else 2), 1024 * SHARED_KB.get(arch, 100)
     threads = 32 * (d // warp_dims)
