@@ -136,17 +136,17 @@ __device__ __forceinline__ int kept_width(const ListParams& p, int r) {
 
 __device__ __forceinline__ bool keep(long long id) { return id >= 0 && id <= 0x7fffffffLL; }
 
-// A warp a row.
+// A block a row.
 extern "C" __global__ void __launch_bounds__(256) count_padded(const __grid_constant__ ListParams p) {
-    const int r = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    const int r = blockIdx.x;
     if (r == 0 && threadIdx.x == 0) p.indptr[0] = 0;
     if (r >= p.num_rows) return;
     const Ints ids = p.topk.row(r);
     const int width = kept_width(p, r);
     int count = 0;
-    for (int i = threadIdx.x % 32; i < width; i += 32) count += keep(ids[i]);
-    count = __reduce_add_sync(~0u, count);
-    if (threadIdx.x % 32 == 0) p.indptr[r + 1] = count;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) count += keep(ids[i]);
+    const long long total = block_sum(count);
+    if (threadIdx.x == 0) p.indptr[r + 1] = (int)total;
 }
 
 // One block of 1024: counts in indptr[1:] to their running sums, in place.
@@ -178,19 +178,32 @@ extern "C" __global__ void __launch_bounds__(1024) scan_counts(const __grid_cons
     }
 }
 
-// A warp a row.
+// A block a row, blockDim.x ids at a time.
 extern "C" __global__ void __launch_bounds__(256) fill_padded(const __grid_constant__ ListParams p) {
-    const int r = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    __shared__ int warp_count[8];
+    const int r = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (r < p.num_rows) {
         const Ints ids = p.topk.row(r);
         const int width = kept_width(p, r);
         long long to = p.indptr[r];
-        for (int begin = 0; begin < width; begin += 32) {
-            const long long id = begin + lane < width ? ids[begin + lane] : -1;
+        long long next = threadIdx.x < width ? ids[threadIdx.x] : -1;
+        for (int begin = 0; begin < width; begin += blockDim.x) {
+            const long long id = next;
+            const int ahead = begin + blockDim.x + threadIdx.x;
+            next = ahead < width ? ids[ahead] : -1;
             const unsigned kept = __ballot_sync(~0u, keep(id));
-            const long long at = to + __popc(kept & ((1u << lane) - 1));
+            if (lane == 0) warp_count[warp] = __popc(kept);
+            __syncthreads();
+            int before = 0, total = 0;
+#pragma unroll
+            for (int w = 0; w < 8; ++w) {
+                if (w < warp) before += warp_count[w];
+                total += warp_count[w];
+            }
+            const long long at = to + before + __popc(kept & ((1u << lane) - 1));
             if (keep(id) && at < p.capacity) p.indices[at] = (int)id;
-            to += __popc(kept);
+            to += total;
+            __syncthreads();
         }
     }
     fill_tail(p, p.indptr[p.num_rows]);

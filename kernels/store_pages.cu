@@ -11,8 +11,7 @@
 //
 // Grid: blocks of block_rows consecutive rows. The first row of the call in a page leads it, and the leader's block
 // does all of the page's rows, which it finds by looking through all slots; the last row that names a slot wins it.
-// Warp w of the block does elements [w * CHUNK, (w + 1) * CHUNK) of every page it leads: groups do not depend on one
-// another, so nothing passes between warps.
+// A warp does CHUNK elements of a page at a time: groups do not depend on one another, so nothing passes between warps.
 // With INDEX_BYTES 0 it is quantize_kv of pages: block b does page b, row r goes to slot r.
 // Shared memory: a PlaceSet, and beside each entry its leader's row and number; the pages led; for `round` pages at a
 // time the rows that win their slots.
@@ -179,12 +178,12 @@ __device__ __forceinline__ void store_chunk(const StoreParams& p, const Page& pa
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) store_pages(const __grid_constant__ StoreParams p) {
+extern "C" __global__ void __launch_bounds__(256, 2) store_pages(const __grid_constant__ StoreParams p) {
     const int warp = threadIdx.x / 32;
 #if INDEX_BYTES == 0
     const Page page{static_cast<char*>(p.pool) + blockIdx.x * p.page_stride, p.scales + blockIdx.x * p.scale_stride, nullptr,
                     (int)blockIdx.x * PAGE_SIZE};
-    if (warp < NUM_CHUNKS) store_chunk(p, page, PAGE_SIZE, warp);
+    for (int chunk = warp; chunk < NUM_CHUNKS; chunk += blockDim.x / 32) store_chunk(p, page, PAGE_SIZE, chunk);
 #else
     extern __shared__ int shared[];
     const int first = blockIdx.x * p.block_rows, later = min(first + p.block_rows, p.num_rows);
@@ -231,11 +230,12 @@ extern "C" __global__ void __launch_bounds__(512, 1) store_pages(const __grid_co
                 atomicAdd(counts + n, 1);
         });
         __syncthreads();
-        for (int n = begin; warp < NUM_CHUNKS && n < min(begin + p.round, num_led); ++n) {
-            if (led[n] < 0) continue;
+        for (int item = warp; item < min(p.round, num_led - begin) * NUM_CHUNKS; item += blockDim.x / 32) {
+            const int n = begin + item / NUM_CHUNKS;
             const long long page = led[n];
+            if (page < 0) continue;
             store_chunk(p, {static_cast<char*>(p.pool) + page * p.page_stride, p.scales + page * p.scale_stride,
-                            winners + (n - begin) * PAGE_SIZE, 0}, counts[n], warp);
+                            winners + (n - begin) * PAGE_SIZE, 0}, counts[n], item % NUM_CHUNKS);
         }
         __syncthreads();
     }

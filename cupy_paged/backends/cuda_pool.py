@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import struct
 from dataclasses import dataclass
-from typing import Any
 
 from .. import arrays
 from ..arrays import Array
@@ -189,16 +188,15 @@ def _row_geometry(num_rows: int, head_dim: int, scatter: bool, num_sms: int) -> 
 
 @functools.lru_cache(maxsize=4096)
 def _page_geometry(num_pages: int, num_rows: int, page_size: int, scatter: bool, num_sms: int) -> _Geometry:
-    """Of store_pages; 8 warps do the at most 8 chunks of a row, and where there are many slots 16 look through them."""
+    """Of store_pages: 8 warps for the at most 8 chunks of a row; blocks enough to fill the GPU, as their pages wait."""
     if not scatter:
         return _Geometry(num_pages, 256, 1, 1)
-    threads = 256 if num_rows <= 1024 else 512
-    block_rows = min(256, max(1, num_rows // num_sms))
+    block_rows = min(256, max(1, num_rows // (4 * num_sms)))
     table, words = 2 * _power_of_two(block_rows), 8 * _power_of_two(block_rows)
     shift = 33 - words.bit_length()
     at_once = min(block_rows, max(1, _WINNER_BYTES // (4 * page_size)))
     shared = 4 * words + 12 * table + 8 * block_rows + 4 * at_once * page_size
-    return _Geometry(_ceil_div(num_rows, block_rows), threads, 1, block_rows, at_once, table, shift, shared)
+    return _Geometry(_ceil_div(num_rows, block_rows), 256, 1, block_rows, at_once, table, shift, shared)
 
 
 def dequantize(
@@ -326,16 +324,16 @@ def build_lists(lists: Lists, indices: Array, indptr: Array, stream: int) -> Non
     """Window and paged entries of every row, ragged (one launch)."""
     rows_per_block = max(1, _ceil_div(lists.num_rows, 1024))
     blocks = max(1, _ceil_div(lists.num_rows, rows_per_block))
-    parts = max(1, min(64, indices.shape[0] // max(lists.num_rows, 1) // 1024))
+    parts = max(1, min(64, indices.shape[0] // max(lists.num_rows, 1) // 512))
     packed = _pack_lists(lists, indices, indptr, rows_per_block)
-    launch(device_of(indptr), "indices.cu", "build_lists", {}, (blocks, parts, 1), 128, 0, stream, packed)
+    launch(device_of(indptr), "indices.cu", "build_lists", {}, (blocks, parts), 256, 0, stream, packed)
 
 
 def pack_lists(lists: Lists, indices: Array, indptr: Array, stream: int) -> None:
     """Padded ids of every row, ragged (three launches)."""
     packed = _pack_lists(lists, indices, indptr, 1)
-    blocks = max(1, _ceil_div(lists.num_rows, 8))
-    device: Any = device_of(indptr)
-    launch(device, "indices.cu", "count_padded", {}, (blocks, 1, 1), 256, 0, stream, packed)
-    launch(device, "indices.cu", "scan_counts", {}, (1, 1, 1), 1024, 0, stream, packed)
-    launch(device, "indices.cu", "fill_padded", {}, (blocks, 1, 1), 256, 0, stream, packed)
+    blocks = max(1, lists.num_rows)
+    device = device_of(indptr)
+    launch(device, "indices.cu", "count_padded", {}, (blocks,), 256, 0, stream, packed)
+    launch(device, "indices.cu", "scan_counts", {}, (1,), 1024, 0, stream, packed)
+    launch(device, "indices.cu", "fill_padded", {}, (blocks,), 256, 0, stream, packed)
