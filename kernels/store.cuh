@@ -76,7 +76,7 @@ struct PlaceSet {
     }
 };
 
-constexpr int FETCH = 8;       // rows whose slots a thread has under way while it looks through all of them
+constexpr int FETCH = 4;       // rows whose slots a thread has under way while it looks through all of them
 
 // The low halves of the slots of rows begin + threadIdx.x, + blockDim.x, ..., unchecked.
 __device__ __forceinline__ void fetch_slots(const StoreParams& p, int begin, unsigned (&slots)[FETCH]) {

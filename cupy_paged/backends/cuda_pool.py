@@ -123,11 +123,11 @@ def _page_geometry(num_pages: int, num_rows: int, page_size: int, scatter: bool,
     """Of store_pages: 8 warps for the at most 8 chunks of a row; blocks enough to fill the GPU, as their pages wait."""
     if not scatter:
         return _Geometry(num_pages, 256, 1, 1)
-    block_rows = min(256, max(1, num_rows // (4 * num_sms)))
+    block_rows = min(256, max(1, num_rows // (2 * num_sms)))
     table, words = 2 * _power_of_two(block_rows), 8 * _power_of_two(block_rows)
     shift = 33 - words.bit_length()
     at_once = min(block_rows, max(1, _WINNER_BYTES // (4 * page_size)))
-    shared = 4 * words + 12 * table + 8 * block_rows + 4 * at_once * page_size
+    shared = 4 * words + 12 * table + 8 * block_rows + 6 * at_once * page_size
     return _Geometry(_ceil_div(num_rows, block_rows), 256, 1, block_rows, at_once, table, shift, shared)
 
 
@@ -362,7 +362,8 @@ def build_lists(lists: Lists, indices: Array, indptr: Array, stream: int) -> Non
     """Window and paged entries of every row, ragged (one launch)."""
     rows_per_block = max(1, _ceil_div(lists.num_rows, 1024))
     blocks = max(1, _ceil_div(lists.num_rows, rows_per_block))
-    parts = max(1, min(64, indices.shape[0] // max(lists.num_rows, 1) // 512))
+    longest = indices.shape[0] // max(lists.num_rows, 1)
+    parts = max(1, min(_ceil_div(longest, 512), 1024 // blocks))
     packed = _pack_lists(lists, indices, indptr, rows_per_block)
     launch(device_of(indptr), "indices.cu", "build_lists", {}, (blocks, parts), 256, 0, stream, packed)
 
