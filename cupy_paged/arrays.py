@@ -58,7 +58,7 @@ def dtype_name(dtype: Any) -> str:
     """Canonical name of a NumPy, ml_dtypes or torch dtype, such as ``'bfloat16'``."""
     name = _NAMES.get(dtype)
     if name is None:
-        text = str(dtype)
+        text = np.dtype(dtype).name if isinstance(dtype, type) else str(dtype)  # np.float16, ml_dtypes.bfloat16
         name = text[6:] if text.startswith("torch.") else text
         if len(_NAMES) < 256:
             _NAMES[dtype] = name

@@ -125,6 +125,16 @@ def head_dim(name: str, size: int) -> None:
         )
 
 
+def problem_dtypes(q_dtype: str, kv_dtype: str) -> tuple[str, str]:
+    """The dtypes of q and of the pool where they are given by name."""
+    if q_dtype not in ("bfloat16", "float16"):
+        raise TypeError(f"q_dtype must be bfloat16 or float16, got {q_dtype}")
+    stored = FP8 if kv_dtype == "uint8" else kv_dtype
+    if stored not in (FP8, q_dtype):
+        raise TypeError(f"kv_dtype must be {FP8} or q_dtype, which is {q_dtype}, got {kv_dtype}")
+    return q_dtype, stored
+
+
 def pool_dtype(pool: Array, scales: Array | None, q_dtype: str | None, pool_name: str, scales_name: str) -> str:
     """Stored format of a pool: FP8 exactly with scales, else `q_dtype` (or any 16-bit float when None)."""
     stored = FP8 if pool.dtype == "uint8" else pool.dtype

@@ -120,7 +120,7 @@ _REMEDY = (
     "Install it with pip, for CuPy's CUDA major: 'cuda-toolkit[nvrtc,cudart]==13.*' or 'cuda-toolkit[nvrtc,cudart]==12.9.*' "
     "(part of cupy-paged[cuda13] and cupy-paged[cuda12]), or set CUDA_PATH to a CUDA toolkit"
 )
-_NO_HEADER = re.compile(r'could not open source file "(\w+\.h\w*)"')
+_NO_HEADER = re.compile(r'(?:could not|cannot) open source file "(\w+\.h\w*)"')
 
 
 def compile_error(file: str, arch: str, log: str) -> Exception:

@@ -209,15 +209,15 @@ def _problem_of(
     batch_invariant: bool,
     num_splits: int | None,
 ) -> Problem:
-    kv = checks.FP8 if kv_dtype == "uint8" else arrays.dtype_name(kv_dtype)
-    checks.head_dim("q", head_dim)
+    q, kv = checks.problem_dtypes(arrays.dtype_name(q_dtype), arrays.dtype_name(kv_dtype))
+    checks.head_dim("q", checks.positive_int("head_dim", head_dim))
     return Problem(
         checks.positive_int("num_tokens", num_tokens, 0),
         checks.positive_int("num_heads", num_heads),
         head_dim,
         checks.positive_int("nnz", nnz, 0),
         checks.positive_int("page_size", page_size),
-        arrays.dtype_name(q_dtype),
+        q,
         kv,
         checks.group_size(group_size, head_dim) if kv == checks.FP8 else 0,
         0 if num_splits is None else checks.positive_int("num_splits", num_splits),

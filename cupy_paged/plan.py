@@ -71,7 +71,7 @@ def make_plan(problem: Problem, *, tile: int, row_cost: int, slots: int, chunk_m
     """
     t, nnz = problem.num_tokens, problem.nnz
     if problem.num_splits:
-        chunk_min, max_chunks = tile, problem.num_splits
+        chunk_min, max_chunks = tile, min(problem.num_splits, max(1, nnz))  # a chunk has at least one tile
     elif not problem.batch_invariant:
         chunk_min, max_chunks = tile, 0
     if max_chunks:

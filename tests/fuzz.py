@@ -182,7 +182,8 @@ def compare(name, out, lse, wanted):
     assert np.isfinite(got).all(), f"{name}: {int((~np.isfinite(got)).sum())} elements of out are not finite"
     error = float(np.linalg.norm(got - np.clip(exact_out, -most, most)))
     assert error <= allowed, f"{name}: error {error:.3e} of norm {np.linalg.norm(exact_out):.3e}, allowed {allowed:.3e}"
-    assert (np.isneginf(lse) == np.isneginf(exact_lse)).all(), f"{name}: empty rows differ"
+    known = np.isneginf(exact_lse) | (lse_allowed < 1e3)  # others: scores near float32's largest number, or beyond
+    assert (np.isneginf(lse) == np.isneginf(exact_lse))[known].all(), f"{name}: empty rows differ"
     some = ~np.isneginf(exact_lse) & (lse_allowed < 1e3)
     off = np.abs(lse[some].astype(np.float64) - exact_lse[some])
     assert (off <= lse_allowed[some]).all(), f"{name}: lse off by {off.max():.3e}"

@@ -209,6 +209,8 @@ def test_o26_missing_headers_name_the_package(monkeypatch):
     monkeypatch.undo()
     error = jit.compile_error("a.cu", "80", 'a.cu(1): catastrophic error: could not open source file "cuda_fp8.h" (no')
     assert isinstance(error, ImportError)
+    error = jit.compile_error("a.cu", "80", 'a.cu(1): catastrophic error: cannot open source file "cuda_fp8.h"')
+    assert isinstance(error, ImportError)
     assert isinstance(jit.compile_error("a.cu", "80", "error: identifier"), RuntimeError)
 
 

@@ -174,6 +174,15 @@ def test_o34_the_workspace_is_what_was_asked_for(cuda, config, mode, return_lse)
         paged_decode(**gpu, workspace=np.zeros(size, np.uint8), **mode)
 
 
+@pytest.mark.parametrize("name", ["q_dtype", "kv_dtype"])
+@pytest.mark.parametrize("dtype", ["float32", "float8_e5m2", np.float64, np.int8])
+def test_o34_sizes_of_dtypes_that_are_not_supported(name, dtype):
+    with pytest.raises(TypeError, match=name):
+        workspace_size(1, 16, 512, 64, **{name: dtype})
+    with pytest.raises(TypeError, match=name):
+        cupy_paged.warmup(1, 16, 512, 64, **{name: dtype})
+
+
 @pytest.mark.parametrize("h", [16, 128])
 def test_o35_a_warm_call_only_launches(cuda, h, record_gpu):
     """No allocation, no synchronisation, no copy to the host: a capture, which forbids the latter two, passes."""
@@ -200,13 +209,16 @@ def test_o35_a_warm_call_only_launches(cuda, h, record_gpu):
             run()
             stream.end_capture()
         assert Count.calls == 0
-        times = []
-        for _ in range(300):
-            begin = time.perf_counter()
-            run()
-            times.append(1e6 * (time.perf_counter() - begin))
+        medians = []
+        for _ in range(10):  # the least of ten: other processes take the processor too
+            times = []
+            for _ in range(50):
+                begin = time.perf_counter()
+                run()
+                times.append(1e6 * (time.perf_counter() - begin))
             stream.synchronize()
-    host_us = statistics.median(times)
+            medians.append(statistics.median(times))
+    host_us = min(medians)
     record_gpu(f"host time of a warm call, us, H={h}", round(host_us, 1))
     assert host_us <= 30
 
