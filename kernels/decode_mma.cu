@@ -7,268 +7,49 @@
 //
 // One tile of TILE = 32 slots:
 //   QK    warp: S_partial (HEADS, TILE) = q (HEADS, WARP_DIMS) k (WARP_DIMS, TILE), scaled by the slot's group scales
-//         in fp32, to shared memory                                                          -- barrier --
-//         next tile's gather is issued (cp.async, STAGES tiles deep, over segment borders)
-//   soft  warp: its 16 x 8 pieces of S: sum over warps, online softmax, P to shared memory   -- barrier --
+//         in fp32, to shared memory                                                            -- barrier --
+//         a tile's gather is issued (cp.async, STAGES - 1 tiles ahead, over segment borders)
+//   soft  warp: 8 slots of all heads: S summed over warps, online softmax, P and the slots' ratios to shared memory
+//                                                                                              -- barrier --
 //   PV    warp: O (HEADS, WARP_DIMS) += P (HEADS, TILE) v (TILE, WARP_DIMS)
 //
 // Numerics, FP8 pools. Codes are exact in fp16. q is taken to fp16 after a power of two per head that puts its largest
 // element into [2^14, 2^15). Scores are fp32. The scale of V goes into P: P' = exp2(s + log2 smax - ref), smax the
-// slot's largest scale, and each group multiplies it by scale / smax * 2^(group exponent) <= 2 in fp16, the exponent
-// being the group's own (of a segment; it only falls). l sums exp2(s - ref) in fp32. ref is lazy: it moves when the
-// maximum has grown by more than 2^8, so P' <= 2^14. 16-bit pools: operands as they are, P in the pool's type.
+// slot's largest scale (kept in [2^-80, 2^100]), and each group multiplies it by ratio = scale / smax * up <= 2 in
+// fp16, `up` being a power of two of the group within a segment, which only falls; O is divided by it at the end.
+// l sums exp2(s - ref) in fp32. ref is lazy: it moves when the maximum has grown by more than 2^8, so P' <= 2^14.
+// ref and up are proposed by each 8 slots for themselves; after the barrier all take the largest ref and the smallest
+// up, and repair P, ratios, O and l where these moved (rare after a segment's first tiles).
+// 16-bit pools: operands as they are, P in the pool's type, no ratios.
 // A slot outside the pool is zero-filled and gets probability 0; its memory and scale are not read. An empty row
-// gives 0 and -inf. Products are guarded so that finite rows give finite results (SCORE_GUARD, split factors).
+// gives 0 and -inf. Products are guarded so that finite rows give finite results (SCORE_GUARD, halved exponents).
 //
-// Shared memory: STAGES * (TILE rows + TILE rows of scales), S partials, P, 1 / smax, refs, ratios, segment ring.
-// Rows are swizzled in 16-byte chunks so that ldmatrix is free of bank conflicts both ways.
+// Shared memory (mma_layout.cuh), D = 512, FP8, groups of 64: 3 stages x 17 KB (32 rows and their scales), partial
+// scores 8 KB, P 1 KB, ratios, refs and segments 2.4 KB: 64 KB, three blocks a multiprocessor. 32 heads: twice the
+// scores and P, 32 KB of q fragments: 107 KB, two blocks. Rows are swizzled in 16-byte chunks so that ldmatrix is free
+// of bank conflicts both ways.
 #include "params.cuh"
 #include "schedule.cuh"
 #include "mma.cuh"
+#include "mma_layout.cuh"
+#include "mma_gather.cuh"
 
-constexpr bool FP8 = KV_DTYPE == 0;
-constexpr bool BF16 = FP8 ? false : KV_DTYPE == 1;      // type of the tensor-core operands
-constexpr bool Q_BF16 = Q_DTYPE == 1;
-constexpr int TILE = 32;
-constexpr int KEY_TILES = TILE / 8;
-constexpr int WARPS = HEAD_DIM / WARP_DIMS;
-constexpr int THREADS = 32 * WARPS;
-constexpr int HEADS = 16 * M_TILES;
-constexpr int K_STEPS = WARP_DIMS / 16;                  // k16 steps of QK
-constexpr int N_TILES = WARP_DIMS / 8;                   // n8 tiles of O
-
-constexpr int ROW_BYTES = HEAD_DIM * (FP8 ? 1 : 2);
-constexpr int ROW_CHUNKS = ROW_BYTES / 16;
-constexpr int GROUPS = FP8 ? HEAD_DIM / GROUP_SIZE : 0;
-constexpr int WARP_GROUPS = FP8 ? (WARP_DIMS + GROUP_SIZE - 1) / GROUP_SIZE : 0;  // scales a warp needs of a row
-constexpr int STEPS_PER_GROUP = (GROUP_SIZE < WARP_DIMS ? GROUP_SIZE : WARP_DIMS) / 16;
-constexpr int SCALE_PITCH = GROUPS * 4;
-
-constexpr int SCALES_AT = TILE * ROW_BYTES;
-constexpr int STAGE_BYTES = (SCALES_AT + TILE * SCALE_PITCH + 127) / 128 * 128;
-constexpr int PIECES = M_TILES * KEY_TILES;              // 16 x 8 pieces of S
-constexpr int PIECE_TURNS = (PIECES + WARPS - 1) / WARPS;
-static_assert(M_TILES == 1 || PIECE_TURNS == 1, "a warp's softmax pieces belong to one block of 16 heads");
-
-constexpr int S_AT = STAGES * STAGE_BYTES;
-constexpr int P_AT = S_AT + WARPS * PIECES * 512;
-constexpr int REF_AT = P_AT + PIECES * 256;              // [HEADS][KEY_TILES] proposed references
-constexpr int LSE_AT = REF_AT + HEADS * KEY_TILES * 4;   // [HEADS][WARPS rounded to 8]
-constexpr int INV_AT = LSE_AT + HEADS * 8 * 4;           // [TILE] 1 / smax
-constexpr int RATIO_AT = INV_AT + TILE * 4;              // [WARPS][WARP_GROUPS][TILE] fp16
-constexpr int QMAX_AT = RATIO_AT + WARPS * (FP8 ? WARP_GROUPS : 1) * TILE * 2;
-constexpr int RING = 8;                                  // segments between gather and use; above STAGES
-constexpr int RING_AT = (QMAX_AT + HEADS * 8 * 4 + 15) / 16 * 16;   // [WARPS][RING] int4
-constexpr int STATE_AT = RING_AT + WARPS * RING * 16;    // [WARPS] Segments
-constexpr int MASK_AT = STATE_AT + WARPS * 64;           // [WARPS][STAGES] valid slots of a tile
-[[maybe_unused]] constexpr int SHARED_BYTES = MASK_AT + WARPS * STAGES * 4;
-
-constexpr float HEADROOM = 6.f;       // log2: P' of the largest score at a fresh reference
-constexpr float LAZY = 8.f;           // log2: growth of the maximum before the reference moves
-constexpr float FLOOR_REF = -1e30f;
-constexpr float SCORE_GUARD = 0x1p-30f;   // scales are taken down by it in QK, so that no partial sum overflows
-constexpr float SCORE_MAX = 1e37f;
-
-extern __shared__ __align__(1024) unsigned char smem[];
-
-DEVICE int row_swizzle(int row) { return ROW_BYTES % 128 == 0 ? row & 7 : (row >> 1) & 3; }
-// Scales of slots 2t and 2t + 1, which one lane needs together, 4 rows apart: fewer bank conflicts.
-DEVICE int scale_row(int row) { return (row & ~7) | (row & 7) >> 1 | (row & 1) << 2; }
-
-// The gather: tiles in the order of the segments, STAGES - 1 ahead of their use.
-struct Gather {
-    unsigned base, ring, state;   // shared addresses; ring and state are the warp's own copies
-    int warp, lane;
-    int begin, left;              // current segment: next entry of indices, entries not yet issued
-    int pushed;                   // segments put into the ring
-    bool more;
-    int slot, count;              // of the next tile, read ahead: this lane's slot id, entries in the tile
-    bool fresh;                   // a segment begins that has not given a tile yet (an empty row gives one)
-
-    DEVICE Segments* segments() const { return reinterpret_cast<Segments*>(smem + STATE_AT + warp * 64); }
-
-    DEVICE void advance(const DecodeParams& p) {
-        Segments seg = *segments();
-        __syncwarp();
-        more = seg.next(p);
-        if (lane == 0) {
-            *segments() = seg;
-            if (more)
-                *reinterpret_cast<int4*>(smem + RING_AT + (warp * RING + pushed % RING) * 16) =
-                    make_int4(seg.row, seg.len, (int)seg.partial, 0);
-        }
-        __syncwarp();
-        begin = seg.begin;
-        left = more ? seg.len : 0;
-        fresh = more;
-        pushed += more;
-    }
-    // Read ahead the next tile's slot ids.
-    DEVICE void fetch(const DecodeParams& p) {
-        if (more && left == 0 && !fresh) advance(p);
-        count = more ? min(left, TILE) : -1;
-        slot = -1;
-        if (lane < count) slot = __ldg(p.indices + begin + lane);
-        if (more) {
-            begin += count;
-            left -= count;
-            fresh = false;
-        }
-    }
-    DEVICE void issue(const DecodeParams& p, int stage) {
-        const int my = slot, tile_count = count;
-        fetch(p);
-        if (tile_count >= 0) {
-            const bool valid = (unsigned)my < p.num_slots;
-            const unsigned mask = __ballot_sync(~0u, valid);
-            if (lane == 0) *reinterpret_cast<unsigned*>(smem + MASK_AT + (warp * STAGES + stage) * 4) = mask;
-            const unsigned to = base + stage * STAGE_BYTES;
-            copy_rows(p, my, mask, to);
-            if (FP8) copy_scales(p, my, mask, to + SCALES_AT);
-        }
-        copy_commit();
-    }
-    // Lanes share rows so that a warp's copies are contiguous: 32 lanes a row, or several short rows at once.
-    DEVICE void copy_rows(const DecodeParams& p, int my, unsigned mask, unsigned to) const {
-        constexpr int LANES = ROW_CHUNKS > 16 ? 32 : ROW_CHUNKS > 8 ? 16 : ROW_CHUNKS > 4 ? 8 : 4;
-        constexpr int ROWS = 32 / LANES;
-        const char* kv = static_cast<const char*>(p.kv);
-        const int chunk = lane % LANES;
-#pragma unroll
-        for (int r0 = 0; r0 < TILE; r0 += ROWS * WARPS) {
-            const int row = r0 + warp * ROWS + lane / LANES;
-            if (TILE % (ROWS * WARPS) != 0 && r0 + warp * ROWS >= TILE) break;
-            const int id = __shfl_sync(~0u, my, row);
-            const bool take = mask >> row & 1;
-            const char* from = kv;
-            if (PAGED) {
-                const int page = id / p.page_size;
-                if (take) from += page * p.page_stride + (id - page * p.page_size) * p.slot_stride;
-            } else if (take) {
-                from += id * p.page_stride;
-            }
-#pragma unroll
-            for (int c0 = 0; c0 < ROW_CHUNKS; c0 += LANES) {
-                const int c = c0 + chunk;
-                if (ROW_CHUNKS % LANES != 0 && c >= ROW_CHUNKS) break;
-                const unsigned at = to + row * ROW_BYTES + ((c ^ row_swizzle(row)) << 4);
-#pragma unroll
-                for (int b = 0; b < 16; b += KV_COPY) copy_async<KV_COPY>(at + b, from + c * 16 + b, take);
-            }
-        }
-    }
-    DEVICE void copy_scales(const DecodeParams& p, int my, unsigned mask, unsigned to) const {
-        constexpr int UNITS = SCALE_PITCH / SCALE_COPY;   // copies a row
-#pragma unroll
-        for (int u0 = 0; u0 < TILE * UNITS; u0 += THREADS) {
-            const int u = u0 + warp * 32 + lane;
-            const int row = min(u / UNITS, TILE - 1), unit = u % UNITS;
-            const int id = __shfl_sync(~0u, my, row);
-            const bool take = mask >> row & 1;
-            const int page = take ? (PAGED ? id / p.page_size : id) : 0;
-            if (TILE * UNITS % THREADS == 0 || u < TILE * UNITS)
-                copy_async<SCALE_COPY>(to + scale_row(row) * SCALE_PITCH + unit * SCALE_COPY,
-                                       p.scales + page * p.scale_stride + unit * (SCALE_COPY / 4), take);
-        }
-    }
-};
-
-DEVICE float scale_at(unsigned scales, int row, int group) { return lds(scales + scale_row(row) * SCALE_PITCH + group * 4); }
-
-// The scales of a warp's own groups of one slot.
-template <int N>
-DEVICE void scales_of(unsigned scales, int row, int group0, float (&scale)[N]) {
-    const unsigned at = scales + scale_row(row) * SCALE_PITCH + group0 * 4;
-    if (N % 2 == 0 && SCALE_PITCH % 8 == 0) {
-#pragma unroll
-        for (int j = 0; j < N; j += 2) {
-            const float2 pair = lds2(at + 4 * j);
-            scale[j] = pair.x;
-            scale[j + 1 < N ? j + 1 : j] = pair.y;
-        }
-    } else {
-#pragma unroll
-        for (int j = 0; j < N; ++j) scale[j] = lds(at + 4 * j);
-    }
+// max and min that keep NaN
+DEVICE float clamp_score(float x) {
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(SCORE_MAX));
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-SCORE_MAX));
+    return x;
 }
-
-// One segment's queries as mma A fragments, and the factor that takes raw scores to log2 units, for heads g and g + 8.
-struct Queries {
-    unsigned a[M_TILES][K_STEPS][4];
-    float to_log2[M_TILES][2];
-
-    DEVICE void load(const DecodeParams& p, unsigned base, int row, int warp, int lane) {
-        const int g = lane >> 2, t = lane & 3, head0 = blockIdx.y * HEADS;
-        const char* q = static_cast<const char*>(p.q);
-        float most[M_TILES][2];
-#pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int head = head0 + 16 * m + 8 * half + g;
-                most[m][half] = 0.f;
-                const char* from = q + 2 * (row * p.q_stride_token + head * p.q_stride_head + warp * WARP_DIMS);
-#pragma unroll
-                for (int k = 0; k < K_STEPS; ++k) {
-                    unsigned x = 0, y = 0;
-                    if (head < p.num_heads) {
-                        if (FP8) {   // dims 16 k + 4 t .. + 3: the order in which widened codes come
-                            const uint2 v = __ldg(reinterpret_cast<const uint2*>(from + 2 * (16 * k + 4 * t)));
-                            x = v.x;
-                            y = v.y;
-                        } else {
-                            x = __ldg(reinterpret_cast<const unsigned*>(from + 2 * (16 * k + 2 * t)));
-                            y = __ldg(reinterpret_cast<const unsigned*>(from + 2 * (16 * k + 2 * t + 8)));
-                        }
-                    }
-                    a[m][k][half] = x;
-                    a[m][k][2 + half] = y;
-                    if (FP8) {
-                        const float2 u = unpack_pair<Q_BF16>(x), v = unpack_pair<Q_BF16>(y);
-                        most[m][half] = fmaxf(most[m][half], fmaxf(fmaxf(fabsf(u.x), fabsf(u.y)), fmaxf(fabsf(v.x), fabsf(v.y))));
-                    }
-                }
-            }
-        if (!FP8) {
-#pragma unroll
-            for (int m = 0; m < M_TILES; ++m) to_log2[m][0] = to_log2[m][1] = p.scale_log2;
-            return;
-        }
-#pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float x = most[m][half];
-                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-                x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-                if (t == 0) sts(base + QMAX_AT + ((16 * m + 8 * half + g) * 8 + warp) * 4, x);
-            }
-        __syncthreads();
-#pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float x = 0.f;
-#pragma unroll
-                for (int w = 0; w < WARPS; ++w) x = fmaxf(x, lds(base + QMAX_AT + ((16 * m + 8 * half + g) * 8 + w) * 4));
-                // 2^e with e = 14 - exponent of the largest element; a zero, infinite or NaN q keeps e in range.
-                int e = 14 - (int)((__float_as_uint(x) >> 23 & 0xff) - 127);
-                e = min(max(e, -80), 120);
-                const float up = __int_as_float((127 + e) << 23), down = __int_as_float((127 - e) << 23);
-                to_log2[m][half] = down * (p.scale_log2 / SCORE_GUARD);
-#pragma unroll
-                for (int k = 0; k < K_STEPS; ++k)
-#pragma unroll
-                    for (int i = half; i < 4; i += 2) {
-                        const float2 v = unpack_pair<Q_BF16>(a[m][k][i]);
-                        a[m][k][i] = pack_half(v.x * up, v.y * up);
-                    }
-            }
-    }
-};
+// 1 / x of a power of two
+DEVICE float inverse_power(float x) { return __int_as_float(0x7f000000 - __float_as_int(x)); }
+// Of values that lane (g, t) has for groups g, g + 8 ..., the one of `group`, uniform in the warp.
+template <int N> DEVICE float group_value(const float (&value)[N], int group) {
+    return __shfl_sync(~0u, value[N == 1 ? 0 : group / 8 % N], group % 8 * 4);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const __grid_constant__ DecodeParams p) {
     allow_next_kernel();
+    wait_for_previous_kernel();
     const unsigned base = shared_address(smem);
     const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(~0u, tid >> 5, 0), g = lane >> 2, t = lane & 3;
 
@@ -276,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
     gather.base = base;
     gather.warp = warp;
     gather.lane = lane;
+    gather.row0 = EVEN ? warp * (TILE / WARPS) : 0;
     gather.pushed = 0;
     {
         Segments seg(p, blockIdx.x);
@@ -286,8 +68,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
     gather.left = 0;
     gather.fresh = false;
     gather.fetch(p);
+    if (gather.pushed) gather.prefetch_queries(p, *reinterpret_cast<const int*>(smem + RING_AT + warp * RING * 16));
     clear_places(p, blockIdx.x, blockIdx.y * HEADS, HEADS, tid, THREADS);
-#pragma unroll
+#pragma unroll 1   // a second copy of the code costs more than the loop
     for (int s = 0; s < STAGES - 1; ++s) gather.issue(p, s);
 
     // ldmatrix addresses within a stage. K: matrices are 16-byte chunks m of 8 slots; V: slots 0-7 and 8-15 by two chunks.
@@ -296,9 +79,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
     const int v_row = (lane & 7) + (lane >> 3 & 1) * 8;
     const unsigned v_at = v_row * ROW_BYTES + (((chunk0 + (lane >> 4)) ^ row_swizzle(v_row)) << 4);
     const int group0 = FP8 ? warp * WARP_DIMS / GROUP_SIZE : 0;
-    // This warp's softmax pieces: key tiles piece0, piece0 + WARPS ... of heads 16 * soft_m ...
-    const int soft_m = M_TILES == 1 ? 0 : warp / KEY_TILES % M_TILES, piece0 = M_TILES == 1 ? warp : warp % KEY_TILES;
-    const bool softens = warp < PIECES;
 
     int stage = 0, used = 0;
     copy_wait<STAGES - 2>();
@@ -310,184 +90,255 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
         ++used;
         Queries query;
         query.load(p, base, row, warp, lane);
+        if (Q_SHARED) query.to_shared(base, warp, lane);
         float4 o[M_TILES][N_TILES];
-        float ref[M_TILES][2], l0 = 0.f, l1 = 0.f;      // l of this warp's softmax pieces
-        float l_log2 = 0.f;                              // l0 and l1 are times 2^l_log2
-        bool l_set = false;
-        int exponent[FP8 ? WARP_GROUPS : 1];             // ratios are times 2^exponent; unset: 1000
+        float ref[M_TILES][2], l[M_TILES][2];               // l of the key tiles that this warp does the softmax of
+        float up[FP8 ? GROUP_TURNS : 1];                 // ratios of groups g, g + 8 are times this power of two
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m) {
             ref[m][0] = ref[m][1] = FLOOR_REF;
+            l[m][0] = l[m][1] = 0.f;
 #pragma unroll
             for (int n = 0; n < N_TILES; ++n) o[m][n] = make_float4(0.f, 0.f, 0.f, 0.f);
         }
 #pragma unroll
-        for (int j = 0; j < (FP8 ? WARP_GROUPS : 1); ++j) exponent[j] = 1000;
+        for (int j = 0; j < (FP8 ? GROUP_TURNS : 1); ++j) up[j] = FP8 ? MOST_UP : 1.f;
 
         const int tiles = max((segment.y + TILE - 1) / TILE, 1);
         for (int i = 0; i < tiles; ++i) {
             const unsigned at = base + stage * STAGE_BYTES, scales = at + SCALES_AT;
+            // Scales of the key tiles this warp does the softmax of: smax of slots 2t, 2t + 1, kept in [2^-80, 2^100], so
+            // that l stays in range (up makes good for it), and scale / smax of groups g, g + 8. Made amid QK, whose
+            // products leave time for it.
+            float log_smax[SOFT_TURNS][2], inverse[SOFT_TURNS][2], ratio_of[SOFT_TURNS][GROUP_TURNS ? GROUP_TURNS : 1][2];
+            auto normalise_scales = [&] {
+#pragma unroll
+                for (int turn = 0; turn < SOFT_TURNS; ++turn) {
+                    const int n = warp + turn * WARPS;
+                    const bool past = KEY_TILES % WARPS != 0 && n >= KEY_TILES;
+#pragma unroll
+                    for (int odd = 0; odd < 2; ++odd) {
+                        float most = 0x1p-80f;
+#pragma unroll
+                        for (int j = 0; j < GROUP_TURNS; ++j) {
+                            float scale = 0.f;
+                            if (!past && (GROUPS % 8 == 0 || 8 * j + g < GROUPS))
+                                scale = lds(scales + (n * 8 + t + 4 * odd) * SCALE_PITCH + (8 * j + g) * 4);
+                            ratio_of[turn][j][odd] = scale;
+                            most = fmaxf(most, scale);
+                        }
+#pragma unroll
+                        for (int x = 4; x < 32; x *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, x));
+                        if (most > 0x1p100f && most != -neg_inf()) most = 0x1p100f;   // Inf stays and spoils its tokens
+                        log_smax[turn][odd] = log2_approx(most);
+                        inverse[turn][odd] = exp2_approx(-log_smax[turn][odd]);
+#pragma unroll
+                        for (int j = 0; j < GROUP_TURNS; ++j) ratio_of[turn][j][odd] *= inverse[turn][odd];
+                    }
+                }
+            };
             // ---- QK ----
+            // Two key tiles and two scale groups (or two blocks of heads) at a time: four independent chains of products.
+            constexpr int AT_ONCE = 2;
 #pragma unroll
-            for (int n = 0; n < KEY_TILES; ++n) {
-                float4 s[M_TILES];
-#pragma unroll
-                for (int m = 0; m < M_TILES; ++m) s[m] = make_float4(0.f, 0.f, 0.f, 0.f);
+            for (int n0 = 0; n0 < KEY_TILES; n0 += AT_ONCE) {
+                if (FP8 && n0 == KEY_TILES - AT_ONCE) normalise_scales();
+                float4 s[AT_ONCE][M_TILES];
                 if (FP8) {
-                    unsigned x[K_STEPS / 4][4];
+                    unsigned x[AT_ONCE][K_STEPS / 4][4];
 #pragma unroll
-                    for (int b = 0; b < K_STEPS / 4; ++b) load_matrices((at + k_at + n * 8 * ROW_BYTES) ^ (b * 64), x[b]);
-                    float scale[2][WARP_GROUPS ? WARP_GROUPS : 1];
-                    scales_of(scales, n * 8 + 2 * t, group0, scale[0]);
-                    scales_of(scales, n * 8 + 2 * t + 1, group0, scale[1]);
+                    for (int n = 0; n < AT_ONCE; ++n)
 #pragma unroll
-                    for (int j = 0; j < WARP_GROUPS; ++j) {
-                        float4 raw[M_TILES];
+                        for (int b = 0; b < K_STEPS / 4; ++b)
+                            load_matrices((at + k_at + (n0 + n) * 8 * ROW_BYTES) ^ (b * 64), x[n][b]);
+                    constexpr int CHAINS = WARP_GROUPS < 2 || M_TILES > 1 ? 1 : 2;
 #pragma unroll
-                        for (int m = 0; m < M_TILES; ++m) raw[m] = make_float4(0.f, 0.f, 0.f, 0.f);
+                    for (int j0 = 0; j0 < WARP_GROUPS; j0 += CHAINS) {
+                        float4 raw[AT_ONCE][CHAINS][M_TILES];
+                        float scale[AT_ONCE][CHAINS][2];
 #pragma unroll
-                        for (int k = j * STEPS_PER_GROUP; k < (j + 1) * STEPS_PER_GROUP; ++k) {
-                            unsigned low, high;
-                            widen(x[k / 4][k % 4], low, high);
+                        for (int n = 0; n < AT_ONCE; ++n)
 #pragma unroll
-                            for (int m = 0; m < M_TILES; ++m) mma<false>(raw[m], query.a[m][k], low, high);
-                        }
-                        const float even = scale[0][j] * SCORE_GUARD, odd = scale[1][j] * SCORE_GUARD;
+                            for (int odd = 0; odd < 2; ++odd) {
+                                const unsigned from = scales + ((n0 + n) * 8 + t + 4 * odd) * SCALE_PITCH + (group0 + j0) * 4;
+                                if (CHAINS == 2) {
+                                    const float2 both = lds2(from);
+                                    scale[n][0][odd] = both.x * SCORE_GUARD;
+                                    scale[n][CHAINS - 1][odd] = both.y * SCORE_GUARD;
+                                } else {
+                                    scale[n][0][odd] = lds(from) * SCORE_GUARD;
+                                }
+                            }
 #pragma unroll
-                        for (int m = 0; m < M_TILES; ++m) {
-                            s[m].x += raw[m].x * even;
-                            s[m].y += raw[m].y * odd;
-                            s[m].z += raw[m].z * even;
-                            s[m].w += raw[m].w * odd;
-                        }
+                        for (int k = 0; k < STEPS_PER_GROUP; ++k)
+#pragma unroll
+                            for (int j = 0; j < CHAINS; ++j) {
+                                const int step = (j0 + j) * STEPS_PER_GROUP + k;
+                                Fragment a[M_TILES];
+#pragma unroll
+                                for (int m = 0; m < M_TILES; ++m) a[m] = query.fragment(m, step, base, warp, lane);
+#pragma unroll
+                                for (int n = 0; n < AT_ONCE; ++n) {
+                                    unsigned low, high;
+                                    widen(x[n][step / 4][step % 4], low, high);
+#pragma unroll
+                                    for (int m = 0; m < M_TILES; ++m) {
+                                        if (k == 0) mma_from_zero<false>(raw[n][j][m], a[m].r, low, high);
+                                        else mma<false>(raw[n][j][m], a[m].r, low, high);
+                                    }
+                                }
+                            }
+#pragma unroll
+                        for (int n = 0; n < AT_ONCE; ++n)
+#pragma unroll
+                            for (int j = 0; j < CHAINS; ++j)
+#pragma unroll
+                                for (int m = 0; m < M_TILES; ++m) {
+                                    const float4 r = raw[n][j][m];
+                                    const float even = scale[n][j][0], odd = scale[n][j][1];
+                                    float4& d = s[n][m];
+                                    if (j0 + j == 0) d = make_float4(r.x * even, r.y * odd, r.z * even, r.w * odd);
+                                    else d = make_float4(d.x + r.x * even, d.y + r.y * odd, d.z + r.z * even, d.w + r.w * odd);
+                                }
                     }
                 } else {
 #pragma unroll
-                    for (int b = 0; b < K_STEPS / 2; ++b) {
-                        unsigned x[4];
-                        load_matrices(((at + k_at + n * 8 * ROW_BYTES) ^ ((b & 1) * 64)) + (b >> 1) * 128, x);
+                    for (int n = 0; n < AT_ONCE; ++n)
 #pragma unroll
-                        for (int m = 0; m < M_TILES; ++m) {
-                            mma<BF16>(s[m], query.a[m][2 * b], x[0], x[1]);
-                            mma<BF16>(s[m], query.a[m][2 * b + 1], x[2], x[3]);
-                        }
+                        for (int m = 0; m < M_TILES; ++m) s[n][m] = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+                    for (int b = 0; b < K_STEPS / 2; ++b) {
+                        unsigned x[AT_ONCE][4];
+#pragma unroll
+                        for (int n = 0; n < AT_ONCE; ++n)
+                            load_matrices(((at + k_at + (n0 + n) * 8 * ROW_BYTES) ^ ((b & 1) * 64)) + (b >> 1) * 128, x[n]);
+#pragma unroll
+                        for (int h = 0; h < 2; ++h)
+#pragma unroll
+                            for (int n = 0; n < AT_ONCE; ++n)
+#pragma unroll
+                                for (int m = 0; m < M_TILES; ++m)
+                                    mma<BF16>(s[n][m], query.fragment(m, 2 * b + h, base, warp, lane).r, x[n][2 * h], x[n][2 * h + 1]);
                     }
                 }
 #pragma unroll
-                for (int m = 0; m < M_TILES; ++m) sts4(base + S_AT + ((warp * M_TILES + m) * KEY_TILES + n) * 512 + lane * 16, s[m]);
+                for (int n = 0; n < AT_ONCE; ++n)
+#pragma unroll
+                    for (int m = 0; m < M_TILES; ++m)
+                        sts4(base + S_AT + ((warp * M_TILES + m) * KEY_TILES + n0 + n) * 512 + lane * 16, s[n][m]);
             }
             __syncthreads();
             const unsigned valid = ldsu(base + MASK_AT + (warp * STAGES + stage) * 4);
             gather.issue(p, stage == 0 ? STAGES - 1 : stage - 1);
 
-            // ---- softmax of this warp's pieces ----
-            float p0 = 0.f, p1 = 0.f;
-            float near0 = ref[0][0], near1 = ref[0][1];
-            if (M_TILES > 1 && soft_m) near0 = ref[M_TILES - 1][0], near1 = ref[M_TILES - 1][1];
-            if (softens) {
-                const float to0 = M_TILES > 1 && soft_m ? query.to_log2[M_TILES - 1][0] : query.to_log2[0][0];
-                const float to1 = M_TILES > 1 && soft_m ? query.to_log2[M_TILES - 1][1] : query.to_log2[0][1];
-                float4 v[PIECE_TURNS];
-                float log_even[PIECE_TURNS], log_odd[PIECE_TURNS];   // log2 smax of slots 2t, 2t + 1
-                float top0 = FLOOR_REF, top1 = FLOOR_REF;
+            // ---- softmax: key tiles warp, warp + WARPS ... of all heads ----
+            float near[M_TILES][2], sum[M_TILES][2];
 #pragma unroll
-                for (int turn = 0; turn < PIECE_TURNS; ++turn) {
-                    const int n = piece0 + turn * WARPS;
-                    if (PIECES % WARPS != 0 && n >= KEY_TILES) break;
-                    float4 s = make_float4(0.f, 0.f, 0.f, 0.f);
+            for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-                    for (int w = 0; w < WARPS; ++w) {
-                        const float4 e = lds4(base + S_AT + ((w * M_TILES + soft_m) * KEY_TILES + n) * 512 + lane * 16);
-                        s.x += e.x; s.y += e.y; s.z += e.z; s.w += e.w;
-                    }
-                    s.x *= to0; s.y *= to0; s.z *= to1; s.w *= to1;
-                    const int even = n * 8 + 2 * t, odd = even + 1;
-                    log_even[turn] = log_odd[turn] = 0.f;
-                    if (FP8) {
-                        float a = 0.f, b = 0.f;
-#pragma unroll
-                        for (int j = 0; j < GROUPS; j += 8) {
-                            if (GROUPS % 8 == 0 || j + g < GROUPS) {
-                                a = fmaxf(a, scale_at(scales, even, j + g));
-                                b = fmaxf(b, scale_at(scales, odd, j + g));
-                            }
-                        }
-#pragma unroll
-                        for (int x = 4; x < 32; x *= 2) {
-                            a = fmaxf(a, __shfl_xor_sync(~0u, a, x));
-                            b = fmaxf(b, __shfl_xor_sync(~0u, b, x));
-                        }
-                        a = fmaxf(a, 0x1p-125f);
-                        b = fmaxf(b, 0x1p-125f);
-                        log_even[turn] = log2_approx(a);
-                        log_odd[turn] = log2_approx(b);
-                        if (g == 0) {
-                            sts(base + INV_AT + even * 4, exp2_approx(-log_even[turn]));
-                            sts(base + INV_AT + odd * 4, exp2_approx(-log_odd[turn]));
-                        }
-                        // Overflown scores of finite rows; NaN stays.
-                        s.x = s.x > SCORE_MAX ? SCORE_MAX : s.x < -SCORE_MAX ? -SCORE_MAX : s.x;
-                        s.y = s.y > SCORE_MAX ? SCORE_MAX : s.y < -SCORE_MAX ? -SCORE_MAX : s.y;
-                        s.z = s.z > SCORE_MAX ? SCORE_MAX : s.z < -SCORE_MAX ? -SCORE_MAX : s.z;
-                        s.w = s.w > SCORE_MAX ? SCORE_MAX : s.w < -SCORE_MAX ? -SCORE_MAX : s.w;
-                        s.x += log_even[turn]; s.y += log_odd[turn]; s.z += log_even[turn]; s.w += log_odd[turn];
-                    }
-                    if (!(valid >> even & 1)) s.x = s.z = neg_inf();
-                    if (!(valid >> odd & 1)) s.y = s.w = neg_inf();
-                    top0 = fmaxf(top0, fmaxf(s.x, s.y));
-                    top1 = fmaxf(top1, fmaxf(s.z, s.w));
-                    v[turn] = s;
+                for (int half = 0; half < 2; ++half) {
+                    near[m][half] = ref[m][half];
+                    sum[m][half] = 0.f;
                 }
-                top0 = fmaxf(top0, __shfl_xor_sync(~0u, top0, 1));
-                top1 = fmaxf(top1, __shfl_xor_sync(~0u, top1, 1));
-                top0 = fmaxf(top0, __shfl_xor_sync(~0u, top0, 2)) - HEADROOM;
-                top1 = fmaxf(top1, __shfl_xor_sync(~0u, top1, 2)) - HEADROOM;
-                if (top0 > near0 + LAZY) near0 = top0;
-                if (top1 > near1 + LAZY) near1 = top1;
-                if (FP8 && !l_set) {   // units in which l is near 1, whatever the scales: by the first slots seen
-                    float most = -1000.f;
+            if (warp < KEY_TILES) {
+                if (FP8) {
+                    float near_up[GROUP_TURNS ? GROUP_TURNS : 1], most[GROUP_TURNS ? GROUP_TURNS : 1];
+                    bool above = false;
 #pragma unroll
-                    for (int turn = 0; turn < PIECE_TURNS; ++turn) {
-                        const int even = (piece0 + turn * WARPS) * 8 + 2 * t;
-                        if (PIECES % WARPS != 0 && even >= TILE) break;
-                        if (valid >> even & 1) most = fmaxf(most, log_even[turn]);
-                        if (valid >> (even + 1) & 1) most = fmaxf(most, log_odd[turn]);
+                    for (int j = 0; j < GROUP_TURNS; ++j) {
+                        near_up[j] = up[j];
+                        most[j] = 0.f;
+#pragma unroll
+                        for (int turn = 0; turn < SOFT_TURNS; ++turn)
+                            most[j] = fmaxf(most[j], fmaxf(ratio_of[turn][j][0], ratio_of[turn][j][1]));
+                        above |= most[j] * up[j] > 2.f;
                     }
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-                    l_set = most > -1000.f;
-                    l_log2 = l_set ? most : 0.f;
+                    if (__any_sync(~0u, above)) {
+#pragma unroll
+                        for (int j = 0; j < GROUP_TURNS; ++j) {
+                            float x = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], 1));
+                            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                            // x * 2^e in [1/2, 1), e from -30 to 100
+                            const int e = min(max(126 - (int)(__float_as_uint(x) >> 23 & 0xff), -30), 100);
+                            if (x * up[j] > 2.f) near_up[j] = __int_as_float((127 + e) << 23);
+                        }
+                    }
+#pragma unroll
+                    for (int turn = 0; turn < SOFT_TURNS; ++turn) {
+                        const int n = warp + turn * WARPS;
+                        if (KEY_TILES % WARPS != 0 && n >= KEY_TILES) break;
+#pragma unroll
+                        for (int j = 0; j < GROUP_TURNS; ++j) {
+                            if (GROUPS % 8 == 0 || 8 * j + g < GROUPS)
+                                stsu(base + RATIO_AT + (n * 4 + t) * RATIO_PITCH + (8 * j + g) * 4,
+                                     pack_half(ratio_of[turn][j][0] * near_up[j], ratio_of[turn][j][1] * near_up[j]));
+                            if (t == 0) sts(base + UP_AT + ((8 * j + g) * KEY_TILES + n) * 4, near_up[j]);
+                        }
+                    }
                 }
 #pragma unroll
-                for (int turn = 0; turn < PIECE_TURNS; ++turn) {
-                    const int n = piece0 + turn * WARPS;
-                    if (PIECES % WARPS != 0 && n >= KEY_TILES) break;
-                    float4 e = make_float4(exp2_approx(v[turn].x - near0), exp2_approx(v[turn].y - near0),
-                                           exp2_approx(v[turn].z - near1), exp2_approx(v[turn].w - near1));
-                    const unsigned first = pack_pair<BF16>(e.x, e.y), second = pack_pair<BF16>(e.z, e.w);
-                    sts2u(base + P_AT + (soft_m * KEY_TILES + n) * 256 + lane * 8, first, second);
-                    if (FP8) {
-                        const float even = exp2_approx(fminf(l_log2 - log_even[turn], 100.f));
-                        const float odd = exp2_approx(fminf(l_log2 - log_odd[turn], 100.f));
-                        p0 += e.x * even + e.y * odd;
-                        p1 += e.z * even + e.w * odd;
-                    } else {   // what the tensor cores will sum
-                        const float2 a = unpack_pair<BF16>(first), b = unpack_pair<BF16>(second);
-                        p0 += a.x + a.y;
-                        p1 += b.x + b.y;
+                for (int m = 0; m < M_TILES; ++m) {
+                    const float to0 = query.to_log2[m][0], to1 = query.to_log2[m][1];
+                    float4 v[SOFT_TURNS];
+                    float top[2] = {FLOOR_REF, FLOOR_REF};
+#pragma unroll
+                    for (int turn = 0; turn < SOFT_TURNS; ++turn) {
+                        const int n = warp + turn * WARPS;
+                        if (KEY_TILES % WARPS != 0 && n >= KEY_TILES) break;
+                        float4 s = lds4(base + S_AT + (m * KEY_TILES + n) * 512 + lane * 16);
+#pragma unroll
+                        for (int w = 1; w < WARPS; ++w) {
+                            const float4 e = lds4(base + S_AT + ((w * M_TILES + m) * KEY_TILES + n) * 512 + lane * 16);
+                            s.x += e.x; s.y += e.y; s.z += e.z; s.w += e.w;
+                        }
+                        s.x *= to0; s.y *= to0; s.z *= to1; s.w *= to1;
+                        if (FP8) {   // scores of finite rows may have overflown; NaN stays
+                            s.x = clamp_score(s.x) + log_smax[turn][0];
+                            s.y = clamp_score(s.y) + log_smax[turn][1];
+                            s.z = clamp_score(s.z) + log_smax[turn][0];
+                            s.w = clamp_score(s.w) + log_smax[turn][1];
+                        }
+                        if (!(valid >> (n * 8 + 2 * t) & 1)) s.x = s.z = neg_inf();
+                        if (!(valid >> (n * 8 + 2 * t) & 2)) s.y = s.w = neg_inf();
+                        top[0] = fmaxf(top[0], fmaxf(s.x, s.y));
+                        top[1] = fmaxf(top[1], fmaxf(s.z, s.w));
+                        v[turn] = s;
                     }
-                    if (t == 0) {
-                        sts(base + REF_AT + ((soft_m * 16 + g) * KEY_TILES + n) * 4, near0);
-                        sts(base + REF_AT + ((soft_m * 16 + g + 8) * KEY_TILES + n) * 4, near1);
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        float x = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
+                        x = fmaxf(x, __shfl_xor_sync(~0u, x, 2)) - HEADROOM;
+                        if (x > near[m][half] + LAZY) near[m][half] = x;
+                    }
+#pragma unroll
+                    for (int turn = 0; turn < SOFT_TURNS; ++turn) {
+                        const int n = warp + turn * WARPS;
+                        if (KEY_TILES % WARPS != 0 && n >= KEY_TILES) break;
+                        const float4 e = make_float4(exp2_approx(v[turn].x - near[m][0]), exp2_approx(v[turn].y - near[m][0]),
+                                                     exp2_approx(v[turn].z - near[m][1]), exp2_approx(v[turn].w - near[m][1]));
+                        const unsigned first = pack_pair<BF16>(e.x, e.y), second = pack_pair<BF16>(e.z, e.w);
+                        sts2u(base + P_AT + (m * KEY_TILES + n) * 256 + lane * 8, first, second);
+                        if (FP8) {
+                            sum[m][0] += e.x * inverse[turn][0] + e.y * inverse[turn][1];
+                            sum[m][1] += e.z * inverse[turn][0] + e.w * inverse[turn][1];
+                        } else {   // what the tensor cores will sum
+                            const float2 a = unpack_pair<BF16>(first), b = unpack_pair<BF16>(second);
+                            sum[m][0] += a.x + a.y;
+                            sum[m][1] += b.x + b.y;
+                        }
+                        if (t == 0) {
+                            sts(base + REF_AT + ((m * 16 + g) * KEY_TILES + n) * 4, near[m][0]);
+                            sts(base + REF_AT + ((m * 16 + g + 8) * KEY_TILES + n) * 4, near[m][1]);
+                        }
                     }
                 }
             }
             copy_wait<STAGES - 2>();
             __syncthreads();
 
-            // ---- common reference; ratios of this warp's groups ----
+            // ---- what the pieces agree on: the largest reference, the smallest factor of each group's ratios ----
             bool moved = false;
-            float old[M_TILES][2];
+            float old[M_TILES][2], old_up[FP8 ? GROUP_TURNS : 1];
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
@@ -497,6 +348,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
                     ref[m][half] = fmaxf(fmaxf(r.x, r.y), fmaxf(r.z, r.w));
                     moved |= ref[m][half] != old[m][half];
                 }
+            if (FP8) {
+#pragma unroll
+                for (int j = 0; j < GROUP_TURNS; ++j) {
+                    const float4 r = lds4(base + UP_AT + (8 * j + g) * KEY_TILES * 4);
+                    old_up[j] = up[j];
+                    up[j] = fminf(fminf(r.x, r.y), fminf(r.z, r.w));
+                    moved |= up[j] != old_up[j];
+                }
+            }
             moved = __any_sync(~0u, moved);
             if (moved) {
 #pragma unroll
@@ -504,92 +364,107 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
                     const float f0 = exp2_approx(old[m][0] - ref[m][0]), f1 = exp2_approx(old[m][1] - ref[m][1]);
 #pragma unroll
                     for (int n = 0; n < N_TILES; ++n) {
-                        o[m][n].x *= f0; o[m][n].y *= f0; o[m][n].z *= f1; o[m][n].w *= f1;
-                    }
-                }
-                const float new0 = M_TILES > 1 && soft_m ? ref[M_TILES - 1][0] : ref[0][0];
-                const float new1 = M_TILES > 1 && soft_m ? ref[M_TILES - 1][1] : ref[0][1];
-                const float old0 = M_TILES > 1 && soft_m ? old[M_TILES - 1][0] : old[0][0];
-                const float old1 = M_TILES > 1 && soft_m ? old[M_TILES - 1][1] : old[0][1];
-                l0 = l0 * exp2_approx(old0 - new0) + p0 * exp2_approx(near0 - new0);
-                l1 = l1 * exp2_approx(old1 - new1) + p1 * exp2_approx(near1 - new1);
-            } else {
-                l0 += p0;
-                l1 += p1;
-            }
-            if (FP8) {
-                const float inverse = lds(base + INV_AT + lane * 4);
-                float scale[WARP_GROUPS ? WARP_GROUPS : 1];
-                scales_of(scales, lane, group0, scale);
-#pragma unroll
-                for (int j = 0; j < WARP_GROUPS; ++j) {
-                    const float ratio = scale[j] * inverse;
-                    float up = __int_as_float((127 + exponent[j]) << 23);
-                    if (__any_sync(~0u, exponent[j] == 1000 ? ratio > 0.f : ratio * up > 2.f)) {
-                        float most = ratio;
-#pragma unroll
-                        for (int x = 1; x < 32; x *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, x));
-                        // ratio * 2^e in [1/2, 1); at most 2^100, at least 2^-1
-                        const int e = min(max(126 - (int)(__float_as_uint(most) >> 23 & 0xff), -1), 100);
-                        if (exponent[j] != 1000) {
-                            const float down = exp2_approx((float)(e - exponent[j]));
-                            const int first = j * GROUP_SIZE / 8, last = min(first + GROUP_SIZE / 8, N_TILES);
-#pragma unroll
-                            for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-                                for (int n = 0; n < N_TILES; ++n)
-                                    if (n >= first && n < last) { o[m][n].x *= down; o[m][n].y *= down; o[m][n].z *= down; o[m][n].w *= down; }
+                        float down = 1.f;
+                        if (FP8) {
+                            const int group = group0 + n * 8 / GROUP_SIZE;
+                            down = group_value(up, group) * inverse_power(group_value(old_up, group));
                         }
-                        exponent[j] = e;
-                        up = __int_as_float((127 + e) << 23);
+                        o[m][n].x *= f0 * down; o[m][n].y *= f0 * down; o[m][n].z *= f1 * down; o[m][n].w *= f1 * down;
                     }
-                    sts16(base + RATIO_AT + ((warp * WARP_GROUPS + j) * TILE + lane) * 2,
-                          __half_as_ushort(__float2half_rn(exponent[j] == 1000 ? ratio : ratio * up)));
                 }
-                __syncwarp();
-            }
-
-            // ---- PV ----
 #pragma unroll
-            for (int kb = 0; kb < TILE / 16; ++kb) {
-                unsigned a[M_TILES][4];
+                for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half)
+                        l[m][half] = l[m][half] * exp2_approx(old[m][half] - ref[m][half]) + sum[m][half] * exp2_approx(near[m][half] - ref[m][half]);
+            } else {
 #pragma unroll
                 for (int m = 0; m < M_TILES; ++m) {
-                    const uint2 x = lds2u(base + P_AT + (m * KEY_TILES + 2 * kb) * 256 + lane * 8);
-                    const uint2 y = lds2u(base + P_AT + (m * KEY_TILES + 2 * kb + 1) * 256 + lane * 8);
-                    a[m][0] = x.x; a[m][1] = x.y; a[m][2] = y.x; a[m][3] = y.y;
-                    if (moved) {   // a piece may have been made with an older reference than the common one
-#pragma unroll
-                        for (int half = 0; half < 2; ++half)
-#pragma unroll
-                            for (int piece = 0; piece < 2; ++piece) {
-                                const float f = exp2_approx(lds(base + REF_AT + ((16 * m + 8 * half + g) * KEY_TILES + 2 * kb + piece) * 4) - ref[m][half]);
-                                const float2 e = unpack_pair<BF16>(a[m][2 * piece + half]);
-                                a[m][2 * piece + half] = pack_pair<BF16>(e.x * f, e.y * f);
-                            }
-                    }
+                    l[m][0] += sum[m][0];
+                    l[m][1] += sum[m][1];
                 }
+            }
+
+            // ---- PV: P (and ratios) of the tile first, brought to the common reference where that moved ----
+            unsigned x[2][4];
+            if (FP8) load_matrices_transposed(at + v_at, x[0]);
+            unsigned prob[TILE / 16][M_TILES][4], ratio[TILE / 16][FP8 ? WARP_GROUPS : 1][2];
+#pragma unroll
+            for (int kb = 0; kb < TILE / 16; ++kb) {
+#pragma unroll
+                for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+                    for (int piece = 0; piece < 2; ++piece) {
+                        const uint2 y = lds2u(base + P_AT + (m * KEY_TILES + 2 * kb + piece) * 256 + lane * 8);
+                        prob[kb][m][2 * piece] = y.x;
+                        prob[kb][m][2 * piece + 1] = y.y;
+                    }
+                if (FP8) {
+#pragma unroll
+                    for (int piece = 0; piece < 2; ++piece)
+#pragma unroll
+                        for (int j = 0; j < WARP_GROUPS; ++j) {
+                            const unsigned from = base + RATIO_AT + ((2 * kb + piece) * 4 + t) * RATIO_PITCH + (group0 + j) * 4;
+                            if (WARP_GROUPS % 2 == 0) {
+                                if (j % 2) continue;
+                                const uint2 y = lds2u(from);
+                                ratio[kb][j][piece] = y.x;
+                                ratio[kb][WARP_GROUPS % 2 == 0 ? j + 1 : j][piece] = y.y;
+                            } else {
+                                ratio[kb][j][piece] = ldsu(from);
+                            }
+                        }
+                }
+            }
+            if (moved) {   // a piece may have been made with an older reference than the common one
+#pragma unroll
+                for (int kb = 0; kb < TILE / 16; ++kb)
+#pragma unroll
+                    for (int piece = 0; piece < 2; ++piece) {
+#pragma unroll
+                        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+                            for (int half = 0; half < 2; ++half) {
+                                const float f = exp2_approx(lds(base + REF_AT + ((16 * m + 8 * half + g) * KEY_TILES + 2 * kb + piece) * 4) - ref[m][half]);
+                                unsigned& e = prob[kb][m][2 * piece + half];
+                                const float2 y = unpack_pair<BF16>(e);
+                                e = pack_pair<BF16>(y.x * f, y.y * f);
+                            }
+                        if (FP8) {
+#pragma unroll
+                            for (int j = 0; j < WARP_GROUPS; ++j) {
+                                const unsigned proposed = base + UP_AT + ((group0 + j) * KEY_TILES + 2 * kb + piece) * 4;
+                                const float f = group_value(up, group0 + j) * inverse_power(lds(proposed));
+                                ratio[kb][j][piece] = mul_half2(ratio[kb][j][piece], pack_half(f, f));
+                            }
+                        }
+                    }
+            }
+#pragma unroll
+            for (int kb = 0; kb < TILE / 16; ++kb) {
                 const unsigned v = at + v_at + kb * 16 * ROW_BYTES;
                 if (FP8) {
 #pragma unroll
                     for (int j = 0; j < WARP_GROUPS; ++j) {
-                        const unsigned ratios = base + RATIO_AT + ((warp * WARP_GROUPS + j) * TILE + kb * 16 + 2 * t) * 2;
-                        const unsigned r0 = ldsu(ratios), r1 = ldsu(ratios + 16);
+                        const unsigned r0 = ratio[kb][j][0], r1 = ratio[kb][j][1];
                         unsigned b[M_TILES][4];
 #pragma unroll
                         for (int m = 0; m < M_TILES; ++m) {
-                            b[m][0] = mul_half2(a[m][0], r0); b[m][1] = mul_half2(a[m][1], r0);
-                            b[m][2] = mul_half2(a[m][2], r1); b[m][3] = mul_half2(a[m][3], r1);
+                            b[m][0] = mul_half2(prob[kb][m][0], r0); b[m][1] = mul_half2(prob[kb][m][1], r0);
+                            b[m][2] = mul_half2(prob[kb][m][2], r1); b[m][3] = mul_half2(prob[kb][m][3], r1);
                         }
 #pragma unroll
                         for (int c = j * STEPS_PER_GROUP; c < (j + 1) * STEPS_PER_GROUP; c += 2) {   // chunks of 16 dims
-                            unsigned x[4];
-                            load_matrices_transposed(v ^ (c * 16), x);
+                            // The next fragment is loaded ahead of this one's products.
+                            const int next = kb * K_STEPS + c + 2;
+                            if (next < TILE / 16 * K_STEPS)
+                                load_matrices_transposed((at + v_at + next / K_STEPS * 16 * ROW_BYTES) ^ (next % K_STEPS * 16), x[next / 2 % 2]);
+                            const unsigned* y = x[(kb * K_STEPS + c) / 2 % 2];
 #pragma unroll
                             for (int h = 0; h < 2; ++h) {
                                 unsigned even0, odd0, even1, odd1;
-                                widen(__byte_perm(x[2 * h], 0, 0x3120), even0, odd0);
-                                widen(__byte_perm(x[2 * h + 1], 0, 0x3120), even1, odd1);
+                                widen(__byte_perm(y[2 * h], 0, 0x3120), even0, odd0);
+                                widen(__byte_perm(y[2 * h + 1], 0, 0x3120), even1, odd1);
 #pragma unroll
                                 for (int m = 0; m < M_TILES; ++m) {
                                     mma<false>(o[m][2 * (c + h)], b[m], even0, even1);
@@ -605,8 +480,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
                         load_matrices_transposed((v ^ ((c & 7) * 16)) + (c >> 3) * 128, x);
 #pragma unroll
                         for (int m = 0; m < M_TILES; ++m) {
-                            mma<BF16>(o[m][c], a[m], x[0], x[1]);
-                            mma<BF16>(o[m][c + 1], a[m], x[2], x[3]);
+                            mma<BF16>(o[m][c], prob[kb][m], x[0], x[1]);
+                            mma<BF16>(o[m][c + 1], prob[kb][m], x[2], x[3]);
                         }
                     }
                 }
@@ -615,20 +490,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
         }
 
         // ---- the segment's end: l over all warps, O / l, out or partial ----
-        l0 += __shfl_xor_sync(~0u, l0, 1);
-        l1 += __shfl_xor_sync(~0u, l1, 1);
-        l0 += __shfl_xor_sync(~0u, l0, 2);
-        l1 += __shfl_xor_sync(~0u, l1, 2);
-        if (t == 0) {
 #pragma unroll
-            for (int m = 0; m < M_TILES; ++m) {
-                const bool mine = softens && m == soft_m;
-                sts(base + LSE_AT + ((16 * m + g) * 8 + warp) * 4, mine ? log2f(l0) - l_log2 : neg_inf());
-                sts(base + LSE_AT + ((16 * m + g + 8) * 8 + warp) * 4, mine ? log2f(l1) - l_log2 : neg_inf());
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float x = l[m][half];
+                x += __shfl_xor_sync(~0u, x, 1);
+                x += __shfl_xor_sync(~0u, x, 2);
+                if (t == 0) sts(base + LSE_AT + ((16 * m + 8 * half + g) * 8 + warp) * 4, warp < KEY_TILES ? log2f(x) : neg_inf());
             }
-        }
         __syncthreads();
         const long long partial = segment.z;
+        float up_log2[FP8 ? WARP_GROUPS : 1];
+        if (FP8) {
+#pragma unroll
+            for (int j = 0; j < WARP_GROUPS; ++j) up_log2[j] = log2_approx(group_value(up, group0 + j));
+        }
         const bool direct = partial < 0, keep = direct || partial < p.num_partials;
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
@@ -658,8 +535,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
                 for (int n = 0; n < N_TILES; n += FP8 ? 2 : 1) {
                     float step = 0.f;   // square root of the factor: neither it nor the product leaves the range
                     if (sum != 0.f) {
-                        const int e = FP8 ? exponent[FP8 ? n * 8 / GROUP_SIZE : 0] : 0;
-                        step = exp2f(-0.5f * (log_l + (float)(e == 1000 ? 0 : e)));
+                        const float e = FP8 ? up_log2[FP8 ? n * 8 / GROUP_SIZE : 0] : 0.f;
+                        step = exp2f(-0.5f * (log_l + e));
                     }
                     const float4 a = o[m][n], b = o[m][FP8 ? n + 1 : n];
                     float x[4] = {half ? a.z : a.x, half ? (FP8 ? b.z : a.w) : (FP8 ? b.x : a.y), half ? a.w : a.y, half ? b.w : b.y};

@@ -69,26 +69,41 @@ struct Axis {
 // A cut: the row it falls in and how many of that row's slots lie before it.
 struct Cut { int row, offset; };
 
-// All 32 lanes of a warp together find the last row with pos(row) <= x: 32 probes a round, so 1024 rows
-// take two dependent loads.
-__device__ __forceinline__ Cut find_cut(const DecodeParams& p, const Axis& axis, int g) {
-    if (g >= p.num_ctas) return {p.num_tokens, 0};
-    const long long x = axis.cut_pos(p, g);
+// All 32 lanes of a warp together find cuts g and g + 1: each is in the last row with pos(row) <= x. Every lane probes
+// one row for each, so 1024 rows take two rounds of loads that wait for each other.
+struct Cuts { Cut at[2]; };
+
+__device__ __forceinline__ Cuts find_cuts(const DecodeParams& p, const Axis& axis, int g) {
     const int lane = threadIdx.x & 31;
-    int lo = 0, hi = p.num_tokens;
-    while (hi - lo > 1) {
-        const int step = (hi - lo + 31) / 32;
-        const int probe = lo + (lane + 1) * step;
-        const unsigned below = __ballot_sync(~0u, probe < hi && axis.pos(p, probe) <= x);
-        lo += (__ffs(~below) ? __ffs(~below) - 1 : 32) * step;
-        hi = min(hi, lo + step);
+    const long long x[2] = {axis.cut_pos(p, g), axis.cut_pos(p, g + 1)};
+    int lo[2] = {0, 0}, hi[2] = {p.num_tokens, p.num_tokens};
+    while (hi[0] - lo[0] > 1 || hi[1] - lo[1] > 1) {
+        int step[2];
+        bool below[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            step[i] = (hi[i] - lo[i] + 31) / 32;
+            const int probe = lo[i] + (lane + 1) * step[i];
+            below[i] = probe < hi[i] && axis.pos(p, min(probe, p.num_tokens)) <= x[i];
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned above = ~__ballot_sync(~0u, below[i]);
+            lo[i] += (above ? __ffs(above) - 1 : 32) * step[i];
+            hi[i] = min(hi[i], lo[i] + step[i]);
+        }
     }
-    const RowRange row = row_range(p, lo);
-    const long long inside = x - axis.pos(p, lo);
-    const int quantum = row_quantum(p, row.len);
-    const long long offset = (inside > 0 ? inside : 0) / quantum * quantum;
-    if (offset >= row.len && !(offset == 0)) return {lo + 1, 0};
-    return {lo, (int)offset};
+    Cuts cuts;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const RowRange row = row_range(p, lo[i]);
+        const long long inside = max(x[i] - axis.pos(p, lo[i]), 0LL);
+        const int quantum = row_quantum(p, row.len);
+        const long long offset = quotient(inside, quantum) * quantum;
+        cuts.at[i] = offset >= row.len && offset ? Cut{lo[i] + 1, 0} : Cut{lo[i], (int)offset};
+        if (g + i >= p.num_ctas) cuts.at[i] = {p.num_tokens, 0};
+    }
+    return cuts;
 }
 
 // One worker's segments in order. Every thread of a warp must construct it (warp-collective); next() is not
@@ -105,8 +120,9 @@ struct Segments {
 
     __device__ __forceinline__ Segments(const DecodeParams& p, int g) {
         const Axis axis(p);
-        at = find_cut(p, axis, g);
-        end = find_cut(p, axis, g + 1);
+        const Cuts cuts = find_cuts(p, axis, g);
+        at = cuts.at[0];
+        end = cuts.at[1];
         indptr0 = axis.indptr0;
         cta = g;
     }

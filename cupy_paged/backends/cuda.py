@@ -178,11 +178,12 @@ def prepare(problem: Problem, device: int, align: tuple[int, int] = (16, 16)) ->
     function = jit.load(
         variant.file, variant.entry, variant.constants, variant.arch or arch, device, variant.shared_bytes
     )
-    launches = [Launch(function, grid, (variant.threads,), variant.shared_bytes)]
+    overlaps = int(arch) >= 90  # programmatic dependent launch
+    launches = [Launch(function, grid, (variant.threads,), variant.shared_bytes, overlaps and variant.waits)]
     if plan.num_partials:
         combine = variant.combine
         function = jit.load(combine.file, combine.entry, combine.constants, arch, device)
-        launches.append(Launch(function, combine.grid, (combine.threads,), 0, dependent=int(arch) >= 90))
+        launches.append(Launch(function, combine.grid, (combine.threads,), 0, overlaps))
     if len(_prepared) >= 4096:
         _prepared.clear()
     return _prepared.setdefault(key, Prepared(variant, plan, tuple(launches)))
@@ -218,6 +219,8 @@ def _alignment(a: Array | None, least: int, name: str) -> int:
             f"rows of {name} must begin at multiples of {least} bytes, got address {a.ptr:#x} and strides {a.strides}; "
             f"make an aligned copy first"
         )
+    if any(abs(stride) >= 1 << 31 for stride in a.strides[:-1]):
+        return min(step, 8)  # the kernels for 16 bytes keep strides in 31 bits
     return step
 
 

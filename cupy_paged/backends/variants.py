@@ -26,7 +26,11 @@ class Combine:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A decode kernel. `arch`: where it differs from the device's, as 90a does; None otherwise."""
+    """A decode kernel.
+
+    `waits`: it waits by itself (griddepcontrol.wait) for the kernel ahead of it in the stream before it touches memory.
+    `arch`: where it differs from the device's, as 90a does; None otherwise.
+    """
 
     file: str
     entry: str
@@ -38,6 +42,7 @@ class Variant:
     ctas_per_sm: int
     row_cost: int
     combine: Combine
+    waits: bool = False
     arch: str | None = None
 
 
@@ -70,16 +75,14 @@ def combine_for(problem: Problem, num_sms: int) -> Combine:
     return Combine("combine.cu", "combine", constants, (t, _ceil_div(h, heads), d // piece), threads)
 
 
-def _mma_shared_bytes(
-    head_dim: int, row_bytes: int, groups: int, warps: int, group_size: int, m_tiles: int, stages: int
-) -> int:
+def _mma_shared_bytes(head_dim: int, row_bytes: int, groups: int, warps: int, m_tiles: int, stages: int) -> int:
     """SHARED_BYTES of kernels/decode_mma.cu."""
     pieces, heads = 4 * m_tiles, 16 * m_tiles
-    warp_groups = _ceil_div(head_dim // warps, group_size) if groups else 1
     stage = _ceil_div(TILE * row_bytes + TILE * groups * 4, 128) * 128
-    size = stages * stage + warps * pieces * 512 + pieces * 256 + heads * 16 + heads * 32 + TILE * 4
-    size += warps * warp_groups * TILE * 2 + heads * 32
-    return _ceil_div(size, 16) * 16 + warps * 8 * 16 + warps * 64 + warps * stages * 4
+    size = stages * stage + warps * pieces * 512 + pieces * 256 + heads * 16 + heads * 32
+    size += _ceil_div(groups, 8) * 128 + _ceil_div(groups, 2) * 128 + heads * 32
+    size = _ceil_div(size, 16) * 16 + warps * 8 * 16 + warps * 64 + warps * stages * 4
+    return _ceil_div(size, 16) * 16 + (heads * head_dim * 2 if m_tiles > 1 else 0)
 
 
 def mma_variant(problem: Problem, arch: int, num_sms: int, align: tuple[int, int]) -> Variant:
@@ -88,14 +91,26 @@ def mma_variant(problem: Problem, arch: int, num_sms: int, align: tuple[int, int
     group_size = problem.group_size if fp8 else 64
     groups = d // group_size if fp8 else 0
     warp_dims = 128 if d == 512 else 64
+    # 32 heads a block where there are more than 16: a row is widened once for both halves.
+    wide = fp8 and d == 512 and problem.num_heads > 16 and align[0] == 16 and group_size >= 64
+    m_tiles = 2 if wide else 1
     row_bytes, room = d * (1 if fp8 else 2), 1024 * SHARED_KB.get(arch, 100)
-    stages = 3
-    shared = _mma_shared_bytes(d, row_bytes, groups, d // warp_dims, group_size, 1, stages)
-    if shared > room - 1024:
-        stages = 2
-        shared = _mma_shared_bytes(d, row_bytes, groups, d // warp_dims, group_size, 1, stages)
     threads = 32 * (d // warp_dims)
-    ctas = min(room // (shared + 1024), 65536 // (168 * threads), 3 if d == 512 else 8)
+    # Registers a thread that the compiler needs: 168, more where a warp has four scales a row or copies in pieces.
+    registers = 168
+    if wide:
+        registers = 255
+    elif align[0] < 16 or (fp8 and warp_dims > 2 * group_size):
+        registers = 200
+
+    def fitting(stages: int) -> tuple[int, int]:
+        """Shared memory of a block, and blocks that fit a multiprocessor."""
+        shared = _mma_shared_bytes(d, row_bytes, groups, d // warp_dims, m_tiles, stages)
+        return shared, min(room // (shared + 1024), 65536 // (registers * threads), 3 if d == 512 else 8)
+
+    # Three stages, unless two let a second block run.
+    stages = max((3, 2), key=lambda n: (min(fitting(n)[1], 2), n))
+    shared, ctas = fitting(stages)
     scale_copy = min(align[1], groups * 4 & -(groups * 4)) if fp8 else 4
     constants = _constants(
         HEAD_DIM=d,
@@ -106,13 +121,14 @@ def mma_variant(problem: Problem, arch: int, num_sms: int, align: tuple[int, int
         SCALE_COPY=min(scale_copy, 16),
         PAGED=int(problem.page_size > 1),
         WARP_DIMS=warp_dims,
-        M_TILES=1,
+        M_TILES=m_tiles,
         STAGES=stages,
         MIN_CTAS=ctas,
+        SHARED=shared,
     )
-    return Variant(
-        "decode_mma.cu", "decode_mma", constants, TILE, threads, shared, 16, ctas, TILE, combine_for(problem, num_sms)
-    )
+    heads = 16 * m_tiles
+    combine = combine_for(problem, num_sms)
+    return Variant("decode_mma.cu", "decode_mma", constants, TILE, threads, shared, heads, ctas, TILE, combine)
 
 
 def choose(problem: Problem, arch: int, num_sms: int, align: tuple[int, int]) -> tuple[Variant, Plan]:
