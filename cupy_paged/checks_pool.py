@@ -114,8 +114,8 @@ def store(
     sin: Array | None,
     interleaved: Any,
     size: Any,
-) -> tuple[int, Rotation | None]:
-    """Check the arrays of `store_kv`; returns the group size (0 without scales) and the rotation."""
+) -> int:
+    """Check the arrays of `store_kv`, a pure function of their layouts; returns the group size, 0 without scales."""
     checks.same_device(
         "unified_kv", unified_kv=pool, kv_scales=scales, slots=slots, kv=kv, positions=positions, cos=cos, sin=sin
     )
@@ -146,7 +146,7 @@ def store(
     turn = rotation(positions, cos, sin, interleaved, head_dim)
     if turn is not None:
         length("positions", turn.positions, kv.shape[0], "row of kv")
-    return groups, turn
+    return groups
 
 
 def quantize(kv: Array, size: Any) -> int:

@@ -86,16 +86,23 @@ __device__ __forceinline__ int entry_of(const ListParams& p, int r, const Row& r
     return slot >= 0 && slot <= 0x7fffffffLL ? (int)slot : -1;
 }
 
-__device__ __forceinline__ long long block_sum(long long value) {
-    __shared__ long long part[32];
+struct Sums { long long a, b; };
+
+// Over the threads of a block, of at most 32 warps.
+__device__ __forceinline__ Sums block_sum(Sums value) {
+    __shared__ Sums part[32];
+    auto over_lanes = [](Sums& s) {
 #pragma unroll
-    for (int offset = 16; offset; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+        for (int offset = 16; offset; offset /= 2) {
+            s.a += __shfl_xor_sync(~0u, s.a, offset);
+            s.b += __shfl_xor_sync(~0u, s.b, offset);
+        }
+    };
+    over_lanes(value);
     if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = value;
     __syncthreads();
-    value = threadIdx.x % 32 < blockDim.x / 32 ? part[threadIdx.x % 32] : 0;
-#pragma unroll
-    for (int offset = 16; offset; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
-    __syncthreads();
+    value = threadIdx.x % 32 < blockDim.x / 32 ? part[threadIdx.x % 32] : Sums{0, 0};
+    over_lanes(value);
     return value;
 }
 
@@ -109,15 +116,14 @@ __device__ __forceinline__ void fill_tail(const ListParams& p, long long end) {
 // hundred rows that is one load a thread, and no block waits for another.
 extern "C" __global__ void __launch_bounds__(256, 4) build_lists(const __grid_constant__ ListParams p) {
     const int first = blockIdx.x * p.rows_per_block, last = min(first + p.rows_per_block, p.num_rows);
-    long long before = 0, after = 0;
+    Sums length{0, 0};                           // of the rows before first, and of the others
     for (int r = threadIdx.x; r < p.num_rows; r += blockDim.x) {
         const Row row = row_of(p, r);
-        (r < first ? before : after) += (long long)row.window + row.paged;
+        (r < first ? length.a : length.b) += (long long)row.window + row.paged;
     }
-    before = block_sum(before);
-    after = block_sum(after);
+    length = block_sum(length);
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) p.indptr[0] = 0;
-    long long begin = before;
+    long long begin = length.a;
     for (int r = first; r < last; ++r) {
         const Row row = row_of(p, r);
         const long long len = (long long)row.window + row.paged;
@@ -127,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) build_lists(const __grid_co
             p.indices[begin + i] = entry_of(p, r, row, i);
         begin += len;
     }
-    fill_tail(p, before + after);
+    fill_tail(p, length.a + length.b);
 }
 
 __device__ __forceinline__ int kept_width(const ListParams& p, int r) {
@@ -136,17 +142,17 @@ __device__ __forceinline__ int kept_width(const ListParams& p, int r) {
 
 __device__ __forceinline__ bool keep(long long id) { return id >= 0 && id <= 0x7fffffffLL; }
 
-// A warp a row.
+// A block a row.
 extern "C" __global__ void __launch_bounds__(256) count_padded(const __grid_constant__ ListParams p) {
-    const int r = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    const int r = blockIdx.x;
     if (r == 0 && threadIdx.x == 0) p.indptr[0] = 0;
     if (r >= p.num_rows) return;
     const Ints ids = p.topk.row(r);
     const int width = kept_width(p, r);
     int count = 0;
-    for (int i = threadIdx.x % 32; i < width; i += 32) count += keep(ids[i]);
-    count = __reduce_add_sync(~0u, count);
-    if (threadIdx.x % 32 == 0) p.indptr[r + 1] = count;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) count += keep(ids[i]);
+    const Sums total = block_sum({count, 0});
+    if (threadIdx.x == 0) p.indptr[r + 1] = (int)total.a;
 }
 
 // One block of 1024: counts in indptr[1:] to their running sums, in place.
@@ -172,25 +178,38 @@ extern "C" __global__ void __launch_bounds__(1024) scan_counts(const __grid_cons
         }
         const int earlier = __shfl_sync(~0u, warps, (warp + 31) % 32);
         sum += carry + (warp ? earlier : 0);
-        if (r < p.num_rows) p.indptr[r + 1] = sum;
+        if (r < p.num_rows) p.indptr[r + 1] = (int)min((long long)sum, p.capacity);
         carry += __shfl_sync(~0u, warps, 31);
         __syncthreads();
     }
 }
 
-// A warp a row.
+// A block a row, blockDim.x ids at a time.
 extern "C" __global__ void __launch_bounds__(256) fill_padded(const __grid_constant__ ListParams p) {
-    const int r = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    __shared__ int warp_count[8];
+    const int r = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (r < p.num_rows) {
         const Ints ids = p.topk.row(r);
         const int width = kept_width(p, r);
         long long to = p.indptr[r];
-        for (int begin = 0; begin < width; begin += 32) {
-            const long long id = begin + lane < width ? ids[begin + lane] : -1;
+        long long next = threadIdx.x < width ? ids[threadIdx.x] : -1;
+        for (int begin = 0; begin < width; begin += blockDim.x) {
+            const long long id = next;
+            const int ahead = begin + blockDim.x + threadIdx.x;
+            next = ahead < width ? ids[ahead] : -1;
             const unsigned kept = __ballot_sync(~0u, keep(id));
-            const long long at = to + __popc(kept & ((1u << lane) - 1));
+            if (lane == 0) warp_count[warp] = __popc(kept);
+            __syncthreads();
+            int before = 0, total = 0;
+#pragma unroll
+            for (int w = 0; w < 8; ++w) {
+                if (w < warp) before += warp_count[w];
+                total += warp_count[w];
+            }
+            const long long at = to + before + __popc(kept & ((1u << lane) - 1));
             if (keep(id) && at < p.capacity) p.indices[at] = (int)id;
-            to += __popc(kept);
+            to += total;
+            __syncthreads();
         }
     }
     fill_tail(p, p.indptr[p.num_rows]);

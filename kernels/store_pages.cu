@@ -11,11 +11,10 @@
 //
 // Grid: blocks of block_rows consecutive rows. The first row of the call in a page leads it, and the leader's block
 // does all of the page's rows, which it finds by looking through all slots; the last row that names a slot wins it.
-// Warp w of the block does elements [w * CHUNK, (w + 1) * CHUNK) of every page it leads: groups do not depend on one
-// another, so nothing passes between warps.
+// A warp does CHUNK elements of a page at a time: groups do not depend on one another, so nothing passes between warps.
 // With INDEX_BYTES 0 it is quantize_kv of pages: block b does page b, row r goes to slot r.
 // Shared memory: a PlaceSet, and beside each entry its leader's row and number; the pages led; for `round` pages at a
-// time the rows that win their slots.
+// time the rows that win their slots, and which slots those are.
 #include "store.cuh"
 
 constexpr int CHUNK = GROUP_SIZE > 64 ? GROUP_SIZE : 64;       // elements of a row that one warp does
@@ -29,12 +28,15 @@ constexpr int HELD = STEPS < MOST_HELD ? STEPS : MOST_HELD;    // steps whose ro
 struct Page {
     char* codes;
     float* scales;
-    const int* winners;        // PAGE_SIZE rows, -1: not stored by this call
-    int first_row;             // with INDEX_BYTES 0: of the page
+    const int* winners;                          // by offset: the row to store there, -1: none
+    const unsigned short* order;                 // the offsets that have one
+    int count;                                   // how many
+    int first_row;                               // with INDEX_BYTES 0: of the page, all of whose slots are stored
 
-    __device__ __forceinline__ int winner(int offset) const {
-        return offset >= PAGE_SIZE ? -1 : INDEX_BYTES ? winners[offset] : first_row + offset;
-    }
+    // The k-th slot to store, -1 past the last.
+    __device__ __forceinline__ int offset(int k) const { return k >= count ? -1 : INDEX_BYTES ? order[k] : k; }
+    __device__ __forceinline__ int row(int offset) const { return offset < 0 ? -1 : INDEX_BYTES ? winners[offset] : first_row + offset; }
+    __device__ __forceinline__ bool stays(int offset) const { return INDEX_BYTES && offset < PAGE_SIZE && winners[offset] < 0; }
 };
 
 // Keeps the compiler from holding rows as numbers, at twice the registers, between their two uses.
@@ -101,46 +103,50 @@ __device__ __forceinline__ unsigned rescaled(unsigned word, float ratio) {
     return result;
 }
 
-// One warp, one chunk of one page, of which count slots are stored.
-__device__ __forceinline__ void store_chunk(const StoreParams& p, const Page& page, int count, int chunk) {
+// One warp, one chunk of one page.
+__device__ __forceinline__ void store_chunk(const StoreParams& p, const Page& page, int chunk) {
     const int lane = threadIdx.x % LANES, sub = threadIdx.x % 32 / LANES;
     const int elem = chunk * CHUNK + lane * VEC;
+    const int steps = (page.count + ROWS_PER_STEP - 1) / ROWS_PER_STEP;
     const float old = page.scales[elem / GROUP_SIZE];
 
     RawVec held[HELD];
     unsigned most = 0;
     float v[VEC];
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) held[i] = load_row(p, page.winner(i * ROWS_PER_STEP + sub), elem);
+    for (int i = 0; i < HELD; ++i) {
+        if (i >= steps) break;
+        held[i] = load_row(p, page.row(page.offset(i * ROWS_PER_STEP + sub)), elem);
+    }
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-        const int row = page.winner(i * ROWS_PER_STEP + sub);
-        if (!__any_sync(~0u, row >= 0)) continue;
-        rotated_row(p, held[i], row, elem, v);
+        if (i >= steps) break;
+        rotated_row(p, held[i], page.row(page.offset(i * ROWS_PER_STEP + sub)), elem, v);
         most = max(most, amax_bits(v, true));
     }
 #pragma unroll 4
-    for (int i = HELD; i < STEPS; ++i) {
-        const int row = page.winner(i * ROWS_PER_STEP + sub);
-        if (!__any_sync(~0u, row >= 0)) continue;
+    for (int i = HELD; i < steps; ++i) {
+        const int row = page.row(page.offset(i * ROWS_PER_STEP + sub));
         rotated_row(p, load_row(p, row, elem), row, elem, v);
         most = max(most, amax_bits(v, true));
     }
     most = max_over_lanes<VECS_PER_GROUP>(most);
     most = max_over_lanes<ROWS_PER_STEP, LANES>(most);
-
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) keep_raw(held[i]);
+    for (int i = 0; i < HELD; ++i) {
+        if (i >= steps) break;
+        keep_raw(held[i]);
+    }
 
     const float needed = scale_of_amax(__uint_as_float(most));
-    const float scale = count == PAGE_SIZE ? needed : grown_scale(old, needed);
+    const float scale = page.count == PAGE_SIZE ? needed : grown_scale(old, needed);
     if (sub == 0 && lane % VECS_PER_GROUP == 0) page.scales[elem / GROUP_SIZE] = scale;
 
     // encode() takes positive scales whose inverse is a normal number, which one made elsewhere need not be.
     const float unit = copysignf(fabsf(scale) > 0x1p100f ? 0x1p-40f : 1.f, scale);
-    auto write = [&](const RawVec& raw, int offset, int row) {
-        if (row < 0) return;
-        rotated_row(p, raw, row, elem, v);
+    auto write = [&](const RawVec& raw, int offset) {
+        if (offset < 0) return;
+        rotated_row(p, raw, page.row(offset), elem, v);
         const bool special = amax_bits(v, false) >= 0x7f800000u;
 #pragma unroll
         for (int e = 0; e < VEC; ++e) v[e] *= unit;
@@ -148,24 +154,21 @@ __device__ __forceinline__ void store_chunk(const StoreParams& p, const Page& pa
     };
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-        const int offset = i * ROWS_PER_STEP + sub;
-        write(held[i], offset, page.winner(offset));
+        if (i >= steps) break;
+        write(held[i], page.offset(i * ROWS_PER_STEP + sub));
     }
 #pragma unroll 4
-    for (int i = HELD; i < STEPS; ++i) {
-        const int offset = i * ROWS_PER_STEP + sub, row = page.winner(offset);
-        write(load_row(p, row, elem), offset, row);
+    for (int i = HELD; i < steps; ++i) {
+        const int offset = page.offset(i * ROWS_PER_STEP + sub);
+        write(load_row(p, page.row(offset), elem), offset);
     }
 
-    if (count == PAGE_SIZE || __float_as_uint(scale) == __float_as_uint(old)) return;
+    if (page.count == PAGE_SIZE || __float_as_uint(scale) == __float_as_uint(old)) return;
     const float ratio = moved_by(old, scale);
     constexpr int UNROLL = 8;                    // codes of other rows a lane has under way
     for (int begin = 0; begin < STEPS; begin += UNROLL) {
         uint2 codes[UNROLL];
-        auto stays = [&](int i) {                // a slot of the page that this call does not store
-            const int offset = (begin + i) * ROWS_PER_STEP + sub;
-            return offset < PAGE_SIZE && page.winner(offset) < 0;
-        };
+        auto stays = [&](int i) { return page.stays((begin + i) * ROWS_PER_STEP + sub); };
         char* const at = page.codes + (begin * ROWS_PER_STEP + sub) * p.slot_stride + elem;
 #pragma unroll
         for (int i = 0; i < UNROLL; ++i)
@@ -179,12 +182,12 @@ __device__ __forceinline__ void store_chunk(const StoreParams& p, const Page& pa
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) store_pages(const __grid_constant__ StoreParams p) {
+extern "C" __global__ void __launch_bounds__(256, 2) store_pages(const __grid_constant__ StoreParams p) {
     const int warp = threadIdx.x / 32;
 #if INDEX_BYTES == 0
-    const Page page{static_cast<char*>(p.pool) + blockIdx.x * p.page_stride, p.scales + blockIdx.x * p.scale_stride, nullptr,
-                    (int)blockIdx.x * PAGE_SIZE};
-    if (warp < NUM_CHUNKS) store_chunk(p, page, PAGE_SIZE, warp);
+    const Page page{static_cast<char*>(p.pool) + blockIdx.x * p.page_stride, p.scales + blockIdx.x * p.scale_stride,
+                    nullptr, nullptr, PAGE_SIZE, (int)blockIdx.x * PAGE_SIZE};
+    for (int chunk = warp; chunk < NUM_CHUNKS; chunk += blockDim.x / 32) store_chunk(p, page, chunk);
 #else
     extern __shared__ int shared[];
     const int first = blockIdx.x * p.block_rows, later = min(first + p.block_rows, p.num_rows);
@@ -193,8 +196,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) store_pages(const __grid_co
     int* leader = shared + words + p.table_size; // by entry: the first row of the page, as far as this block's rows tell
     int* number = leader + p.table_size;         // by entry: of the page among those led
     int* led = number + p.table_size;            // by number: the page; -1 once an earlier block is known to lead it
-    int* counts = led + p.block_rows;            // by number: slots stored
+    int* counts = led + p.block_rows;            // by number: slots to store
     int* winners = counts + p.block_rows;        // (round, PAGE_SIZE)
+    unsigned short* order = reinterpret_cast<unsigned short*>(winners + p.round * PAGE_SIZE);  // likewise
     __shared__ int num_led;
 
     // Likely to be needed, once it is known who leads what: the block's own rows.
@@ -202,7 +206,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) store_pages(const __grid_co
     for (int i = threadIdx.x; i < (later - first) * LINES; i += blockDim.x) prefetch(row_at(p, first + i / LINES) + i % LINES * 128);
     for (int i = threadIdx.x; i < words; i += blockDim.x) shared[i] = 0;
     for (int i = threadIdx.x; i < p.table_size; i += blockDim.x) pages.keys[i] = -1, leader[i] = p.num_rows;
-    for (int i = threadIdx.x; i < p.block_rows; i += blockDim.x) counts[i] = 0;
     if (threadIdx.x == 0) num_led = 0;
     __syncthreads();
     // A row after one of its own page does not lead: rows in order, as a prefill brings them, end here.
@@ -227,15 +230,28 @@ extern "C" __global__ void __launch_bounds__(512, 1) store_pages(const __grid_co
         visit_rows<PAGE_SIZE>(p, pages, 0, fetched, [&](int seen, int place, int at) {
             const int n = number[at];
             if (seen < first) led[n] = -1;
-            else if (n >= begin && n < begin + p.round && atomicMax(winners + (n - begin) * PAGE_SIZE + place % PAGE_SIZE, seen) < 0)
-                atomicAdd(counts + n, 1);
+            else if (n >= begin && n < begin + p.round) atomicMax(winners + (n - begin) * PAGE_SIZE + place % PAGE_SIZE, seen);
         });
         __syncthreads();
-        for (int n = begin; warp < NUM_CHUNKS && n < min(begin + p.round, num_led); ++n) {
-            if (led[n] < 0) continue;
+        for (int n = begin + warp; n < min(begin + p.round, num_led); n += blockDim.x / 32) {
+            const int lane = threadIdx.x % 32, at = (n - begin) * PAGE_SIZE;
+            int count = 0;
+            for (int base = 0; base < PAGE_SIZE; base += 32) {
+                const bool stored = base + lane < PAGE_SIZE && winners[at + base + lane] >= 0;
+                const unsigned all = __ballot_sync(~0u, stored);
+                if (stored) order[at + count + __popc(all & ((1u << lane) - 1))] = base + lane;
+                count += __popc(all);
+            }
+            if (lane == 0) counts[n] = count;
+        }
+        __syncthreads();
+        for (int item = warp; item < min(p.round, num_led - begin) * NUM_CHUNKS; item += blockDim.x / 32) {
+            const int n = begin + item / NUM_CHUNKS;
             const long long page = led[n];
+            if (page < 0) continue;
             store_chunk(p, {static_cast<char*>(p.pool) + page * p.page_stride, p.scales + page * p.scale_stride,
-                            winners + (n - begin) * PAGE_SIZE, 0}, counts[n], warp);
+                            winners + (n - begin) * PAGE_SIZE, order + (n - begin) * PAGE_SIZE, counts[n], 0},
+                        item % NUM_CHUNKS);
         }
         __syncthreads();
     }

@@ -37,6 +37,7 @@ def median_us(run, stream, count=9, inner=5):
 # O15: CUDA graphs
 
 
+@pytest.mark.slow  # times, so alone on the GPU
 @pytest.mark.parametrize("h", [16, 64, 128])
 def test_o15_a_graph_captured_at_length_one_serves_any_length(cuda, h, record_gpu):
     import cupy
@@ -183,6 +184,7 @@ def test_o34_sizes_of_dtypes_that_are_not_supported(name, dtype):
         cupy_paged.warmup(1, 16, 512, 64, **{name: dtype})
 
 
+@pytest.mark.slow  # times, so alone on the GPU
 @pytest.mark.parametrize("h", [16, 128])
 def test_o35_a_warm_call_only_launches(cuda, h, record_gpu):
     """No allocation, no synchronisation, no copy to the host: a capture, which forbids the latter two, passes."""
@@ -223,6 +225,7 @@ def test_o35_a_warm_call_only_launches(cuda, h, record_gpu):
     assert host_us <= 30
 
 
+@pytest.mark.slow  # times, so alone on the GPU
 def test_o36_time_does_not_grow_with_the_pool(cuda, record_gpu):
     import cupy
 

@@ -88,6 +88,29 @@ def _launch(
     return Launch(function, grid, (threads,), shared_bytes)
 
 
+def load(
+    device: Device,
+    file: str,
+    entry: str,
+    constants: dict[str, int],
+    grid: tuple[int, ...],
+    threads: int,
+    shared_bytes: int = 0,
+) -> Launch:
+    """A kernel with its geometry; what was loaded before is found again."""
+    with on_device(device.number):
+        return _launch(device, file, entry, tuple(sorted(constants.items())), grid, threads, shared_bytes)
+
+
+def run(kernel: Launch, device: int, params: int, stream: int) -> None:
+    """Launch on `device`; `params` is the address of the kernel parameter array."""
+    if _cupy().cuda.runtime.getDevice() == device:
+        kernel(params, stream)
+        return
+    with on_device(device):
+        kernel(params, stream)
+
+
 def launch(
     device: Device,
     file: str,
@@ -99,12 +122,11 @@ def launch(
     stream: int,
     packed: bytes,
 ) -> None:
-    """Launch a kernel whose one argument is the struct `packed`; what is loaded for a geometry is kept."""
-    with on_device(device.number):
-        kernel = _launch(device, file, entry, tuple(sorted(constants.items())), grid, threads, shared_bytes)
-        argument = ctypes.c_char_p(packed)  # the launch copies the struct before it returns
-        pointers = (ctypes.c_void_p * 1)(ctypes.cast(argument, ctypes.c_void_p).value)
-        kernel(ctypes.addressof(pointers), stream)
+    """Launch a kernel whose one argument is the struct `packed`."""
+    kernel = load(device, file, entry, constants, grid, threads, shared_bytes)
+    argument = ctypes.c_char_p(packed)  # the launch copies the struct before it returns
+    pointers = (ctypes.c_void_p * 1)(ctypes.cast(argument, ctypes.c_void_p).value)
+    run(kernel, device.number, ctypes.addressof(pointers), stream)
 
 
 @contextlib.contextmanager
@@ -174,7 +196,7 @@ def refuse_cold_capture() -> None:
     if (stream.ptr and stream.is_capturing()) or _torch_is_capturing():
         raise RuntimeError(
             "the first call of this shape is inside a CUDA graph capture, and its kernel is not loaded yet: "
-            "call cupy_paged.warmup(...) (or paged_decode once) with these shapes before the capture"
+            "make the same call once (or cupy_paged.warmup(...) for paged_decode) before the capture"
         )
 
 

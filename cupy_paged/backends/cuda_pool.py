@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import struct
 from dataclasses import dataclass
-from typing import Any
 
 from .. import arrays
 from ..arrays import Array
 from ..checks_pool import Lists, Rotation
-from .cuda import device_of, launch
+from .cuda import Device, device_of, launch, load, run
+from .launch import Launch, Params
 
 _ROW = {"bfloat16": 1, "float16": 2, "float32": 3}
 _POOL = {"float8_e4m3fn": 0, "uint8": 0, "bfloat16": 1, "float16": 2}
@@ -22,6 +22,7 @@ _POOL = {"float8_e4m3fn": 0, "uint8": 0, "bfloat16": 1, "float16": 2}
 _ROPE = struct.Struct("<3q4qif")
 _STORE = struct.Struct("<4q64s7q6i")
 _DEQUANTIZE = struct.Struct("<4q6q")
+_store_params = Params(_STORE.size)
 _MOVE = struct.Struct("<6q6q5i4x")
 _ROTATE = struct.Struct("<q64s2q2i")
 _INTS = struct.Struct("<2qi4x")
@@ -57,12 +58,17 @@ def _aligned(*places: Array) -> int:
     return int(all(a.ptr % 16 == 0 and all(s % 16 == 0 for s in a.strides[:-1]) for a in places))
 
 
-def _rope(rotation: Rotation | None, sign: float = 1.0) -> tuple[bytes, dict[str, int]]:
+def _rope_constants(rotation: Rotation | None) -> tuple[int, int]:
+    """ROPE and ROPE_DIM of kernels/quantize.cuh."""
+    return (0, 0) if rotation is None else (1 if rotation.interleaved else 2, 2 * rotation.cos.shape[1])
+
+
+def _rope(rotation: Rotation | None, sign: float = 1.0) -> bytes:
     if rotation is None:
-        return _NO_ROPE, {"ROPE": 0, "ROPE_DIM": 0}
+        return _NO_ROPE
     positions, cos, sin = rotation.positions, rotation.cos, rotation.sin
     itemsize = arrays.ITEMSIZE[positions.dtype]
-    packed = _ROPE.pack(
+    return _ROPE.pack(
         positions.ptr,
         cos.ptr,
         sin.ptr,
@@ -73,81 +79,6 @@ def _rope(rotation: Rotation | None, sign: float = 1.0) -> tuple[bytes, dict[str
         itemsize,
         sign,
     )
-    return packed, {"ROPE": 1 if rotation.interleaved else 2, "ROPE_DIM": 2 * cos.shape[1]}
-
-
-def store(
-    rows: Array,
-    slots: Array | None,
-    pool: Array,
-    scales: Array | None,
-    group_size: int,
-    pow2: bool,
-    rotation: Rotation | None,
-    stream: int,
-) -> None:
-    """Rows into `slots` of the pool, or without slots row r into slot r, which quantises whole pools."""
-    num_pages, page_size, head_dim, page_stride, slot_stride = _pool_geometry(pool)
-    paged_rows = rows.ndim == 3
-    num_rows = rows.shape[0] * rows.shape[1] if paged_rows else rows.shape[0]
-    if num_rows == 0:
-        return
-    row_stride = rows.strides[-2]
-    index_bytes = arrays.ITEMSIZE[slots.dtype] if slots is not None else 0
-    rope, constants = _rope(rotation)
-    constants |= {
-        "HEAD_DIM": head_dim,
-        "GROUP_SIZE": group_size if scales is not None else 64,
-        "ROW_DTYPE": _ROW[rows.dtype],
-        "KV_DTYPE": _POOL[pool.dtype],
-        "POW2_SCALES": int(pow2),
-        "ALIGNED": _aligned(rows, pool),
-        "PAGE_SIZE": page_size,
-        "INDEX_BYTES": index_bytes,
-    }
-    device = device_of(pool)
-    shared_scales = scales is not None and page_size > 1
-    if shared_scales:
-        geometry = _page_geometry(num_pages, num_rows, page_size, slots is not None, device.num_sms)
-    else:
-        geometry = _row_geometry(num_rows, head_dim, slots is not None, device.num_sms)
-    packed = _STORE.pack(
-        rows.ptr,
-        slots.ptr if slots is not None else 0,
-        pool.ptr,
-        scales.ptr if scales is not None else 0,
-        rope,
-        row_stride,
-        rows.strides[0] if paged_rows else row_stride * page_size,
-        slots.strides[0] // index_bytes if slots is not None else 0,
-        page_stride,
-        slot_stride,
-        scales.strides[0] // 4 if scales is not None else 0,
-        num_pages * page_size,
-        num_rows,
-        geometry.rows_per_warp,
-        geometry.block_rows,
-        geometry.round,
-        geometry.table_size,
-        geometry.filter_shift,
-    )
-    kernel = "store_pages" if shared_scales else "store_rows"
-    launch(
-        device,
-        f"{kernel}.cu",
-        kernel,
-        constants,
-        (geometry.blocks,),
-        geometry.threads,
-        geometry.shared_bytes,
-        stream,
-        packed,
-    )
-
-
-def quantize(kv: Array, codes: Array, scales: Array, group_size: int, pow2: bool, stream: int) -> None:
-    """Rows or pages of kv to `codes` and `scales`."""
-    store(kv, None, codes, scales, group_size, pow2, None, stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,16 +120,114 @@ def _row_geometry(num_rows: int, head_dim: int, scatter: bool, num_sms: int) -> 
 
 @functools.lru_cache(maxsize=4096)
 def _page_geometry(num_pages: int, num_rows: int, page_size: int, scatter: bool, num_sms: int) -> _Geometry:
-    """Of store_pages; 8 warps do the at most 8 chunks of a row, and where there are many slots 16 look through them."""
+    """Of store_pages: 8 warps for the at most 8 chunks of a row; blocks enough to fill the GPU, as their pages wait."""
     if not scatter:
         return _Geometry(num_pages, 256, 1, 1)
-    threads = 256 if num_rows <= 1024 else 512
-    block_rows = min(256, max(1, num_rows // num_sms))
+    block_rows = min(256, max(1, num_rows // (2 * num_sms)))
     table, words = 2 * _power_of_two(block_rows), 8 * _power_of_two(block_rows)
     shift = 33 - words.bit_length()
     at_once = min(block_rows, max(1, _WINNER_BYTES // (4 * page_size)))
-    shared = 4 * words + 12 * table + 8 * block_rows + 4 * at_once * page_size
-    return _Geometry(_ceil_div(num_rows, block_rows), threads, 1, block_rows, at_once, table, shift, shared)
+    shared = 4 * words + 12 * table + 8 * block_rows + 6 * at_once * page_size
+    return _Geometry(_ceil_div(num_rows, block_rows), 256, 1, block_rows, at_once, table, shift, shared)
+
+
+@functools.lru_cache(maxsize=4096)
+def _store_kernel(
+    device: Device,
+    pool: tuple[int, int, int],
+    num_rows: int,
+    group_size: int,
+    row_dtype: str,
+    pool_dtype: str,
+    index_bytes: int,
+    aligned: int,
+    pow2: bool,
+    rope: tuple[int, int],
+) -> tuple[Launch, _Geometry]:
+    """The kernel of a store, loaded and with its geometry; group_size is 0 for pools without scales."""
+    num_pages, page_size, head_dim = pool
+    shared_scales = group_size > 0 and page_size > 1
+    if shared_scales:
+        geometry = _page_geometry(num_pages, num_rows, page_size, index_bytes > 0, device.num_sms)
+    else:
+        geometry = _row_geometry(num_rows, head_dim, index_bytes > 0, device.num_sms)
+    constants = {
+        "HEAD_DIM": head_dim,
+        "GROUP_SIZE": group_size or 64,
+        "ROW_DTYPE": _ROW[row_dtype],
+        "KV_DTYPE": _POOL[pool_dtype],
+        "POW2_SCALES": int(pow2),
+        "ALIGNED": aligned,
+        "PAGE_SIZE": page_size,
+        "INDEX_BYTES": index_bytes,
+        "ROPE": rope[0],
+        "ROPE_DIM": rope[1],
+    }
+    name = "store_pages" if shared_scales else "store_rows"
+    kernel = load(device, f"{name}.cu", name, constants, (geometry.blocks,), geometry.threads, geometry.shared_bytes)
+    return kernel, geometry
+
+
+def store(
+    rows: Array,
+    slots: Array | None,
+    pool: Array,
+    scales: Array | None,
+    group_size: int,
+    pow2: bool,
+    rotation: Rotation | None,
+    stream: int,
+) -> None:
+    """Rows into `slots` of the pool, or without slots row r into slot r, which quantises whole pools."""
+    num_pages, page_size, head_dim, page_stride, slot_stride = _pool_geometry(pool)
+    row_stride = rows.strides[-2]
+    if rows.ndim == 3:
+        num_rows, page_of_rows = rows.shape[0] * rows.shape[1], rows.strides[0]
+    else:
+        num_rows, page_of_rows = rows.shape[0], row_stride * page_size
+    if num_rows == 0:
+        return
+    index_bytes = arrays.ITEMSIZE[slots.dtype] if slots is not None else 0
+    kernel, geometry = _store_kernel(
+        device_of(pool),
+        (num_pages, page_size, head_dim),
+        num_rows,
+        group_size if scales is not None else 0,
+        rows.dtype,
+        pool.dtype,
+        index_bytes,
+        _aligned(rows, pool),
+        pow2,
+        _rope_constants(rotation),
+    )
+    _STORE.pack_into(
+        _store_params.buffer,
+        0,
+        rows.ptr,
+        slots.ptr if slots is not None else 0,
+        pool.ptr,
+        scales.ptr if scales is not None else 0,
+        _rope(rotation),
+        row_stride,
+        page_of_rows,
+        slots.strides[0] // index_bytes if slots is not None else 0,
+        page_stride,
+        slot_stride,
+        scales.strides[0] // 4 if scales is not None else 0,
+        num_pages * page_size,
+        num_rows,
+        geometry.rows_per_warp,
+        geometry.block_rows,
+        geometry.round,
+        geometry.table_size,
+        geometry.filter_shift,
+    )
+    run(kernel, pool.device, _store_params.address, stream)
+
+
+def quantize(kv: Array, codes: Array, scales: Array, group_size: int, pow2: bool, stream: int) -> None:
+    """Rows or pages of kv to `codes` and `scales`."""
+    store(kv, None, codes, scales, group_size, pow2, None, stream)
 
 
 def dequantize(
@@ -273,14 +302,21 @@ def move(pool: Array, scales: Array | None, src: Array, dst: Array, pages: bool,
 
 def rotate(x: Array, rotation: Rotation, inverse: bool, stream: int) -> None:
     """Rotate the last elements of every head of x (T, H, D) in place."""
-    rope, constants = _rope(rotation, -1.0 if inverse else 1.0)
+    interleaved, rope_dim = _rope_constants(rotation)
     num_tokens, num_heads, head_dim = x.shape
-    threads = num_tokens * num_heads * constants["ROPE_DIM"] // 16
+    threads = num_tokens * num_heads * rope_dim // 16
     if threads == 0:
         return
-    constants |= {"HEAD_DIM": head_dim, "ROW_DTYPE": _ROW[x.dtype], "ALIGNED": _aligned(x)}
+    constants = {
+        "HEAD_DIM": head_dim,
+        "ROW_DTYPE": _ROW[x.dtype],
+        "ALIGNED": _aligned(x),
+        "ROPE": interleaved,
+        "ROPE_DIM": rope_dim,
+    }
+    rope = _rope(rotation, -1.0 if inverse else 1.0)
     packed = _ROTATE.pack(x.ptr, rope, x.strides[0], x.strides[1], num_tokens, num_heads)
-    launch(device_of(x), "rope.cu", "rope_rows", constants, (_ceil_div(threads, 256), 1, 1), 256, 0, stream, packed)
+    launch(device_of(x), "rope.cu", "rope_rows", constants, (_ceil_div(threads, 256),), 256, 0, stream, packed)
 
 
 def _ints(a: Array | None) -> bytes:
@@ -326,16 +362,17 @@ def build_lists(lists: Lists, indices: Array, indptr: Array, stream: int) -> Non
     """Window and paged entries of every row, ragged (one launch)."""
     rows_per_block = max(1, _ceil_div(lists.num_rows, 1024))
     blocks = max(1, _ceil_div(lists.num_rows, rows_per_block))
-    parts = max(1, min(64, indices.shape[0] // max(lists.num_rows, 1) // 1024))
+    longest = indices.shape[0] // max(lists.num_rows, 1)
+    parts = max(1, min(_ceil_div(longest, 512), 1024 // blocks))
     packed = _pack_lists(lists, indices, indptr, rows_per_block)
-    launch(device_of(indptr), "indices.cu", "build_lists", {}, (blocks, parts, 1), 128, 0, stream, packed)
+    launch(device_of(indptr), "indices.cu", "build_lists", {}, (blocks, parts), 256, 0, stream, packed)
 
 
 def pack_lists(lists: Lists, indices: Array, indptr: Array, stream: int) -> None:
     """Padded ids of every row, ragged (three launches)."""
     packed = _pack_lists(lists, indices, indptr, 1)
-    blocks = max(1, _ceil_div(lists.num_rows, 8))
-    device: Any = device_of(indptr)
-    launch(device, "indices.cu", "count_padded", {}, (blocks, 1, 1), 256, 0, stream, packed)
-    launch(device, "indices.cu", "scan_counts", {}, (1, 1, 1), 1024, 0, stream, packed)
-    launch(device, "indices.cu", "fill_padded", {}, (blocks, 1, 1), 256, 0, stream, packed)
+    blocks = max(1, lists.num_rows)
+    device = device_of(indptr)
+    launch(device, "indices.cu", "count_padded", {}, (blocks,), 256, 0, stream, packed)
+    launch(device, "indices.cu", "scan_counts", {}, (1,), 1024, 0, stream, packed)
+    launch(device, "indices.cu", "fill_padded", {}, (blocks,), 256, 0, stream, packed)
