@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from cupy_paged import jit
-from cupy_paged.backends.variants import choose
+from cupy_paged.backends.variants import choose, wgmma_variant
 from cupy_paged.plan import Problem
 
 pytest.importorskip("cupy", reason="compiling needs CuPy")
@@ -86,3 +86,11 @@ def test_compiles_without_spills(name, arch):
 def test_combine_compiles_without_spills(num_tokens, num_heads, arch):
     combine = variant_of(Call(num_tokens=num_tokens, num_heads=num_heads), arch).combine
     check(combine, arch, combine.threads, 1)
+
+
+@pytest.mark.parametrize("num_heads", [64, 128])
+def test_hopper_kernel_compiles_without_spills(num_heads):
+    variant = wgmma_variant(Problem(128, num_heads, 512, 278528, 1, "bfloat16", FP8, 64, 0, False), NUM_SMS)
+    _, log = jit.compile_cubin(variant.file, variant.constants, "90a")
+    assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", log), log
+    assert "C75" not in log, log  # wgmma taken apart, or register budgets ignored

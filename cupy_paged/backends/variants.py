@@ -133,6 +133,32 @@ def mma_variant(problem: Problem, arch: int, num_sms: int, align: tuple[int, int
     return Variant("decode_mma.cu", "decode_mma", constants, TILE, threads, shared, heads, ctas, TILE, combine)
 
 
+def wgmma_variant(problem: Problem, num_sms: int) -> Variant:
+    """The Hopper kernel: FP8, D = 512, groups of 64; a CTA for up to 64 heads, a cluster of two for up to 128.
+
+    `choose` does not take it yet: it has to meet decode_mma's tests of accuracy first.
+    """
+    cluster = 1 if problem.num_heads <= 64 else 2
+    constants = _constants(
+        HEAD_DIM=512,
+        GROUP_SIZE=64,
+        KV_DTYPE=0,
+        Q_DTYPE=KV[problem.q_dtype],
+        PAGED=int(problem.page_size > 1),
+        CLUSTER=cluster,
+        EXACT_SCALES=1,
+        COMPUTE_REGISTERS=200 if cluster == 1 else 208,
+        PRODUCER_REGISTERS=104 if cluster == 1 else 88,
+    )
+    # SHARED_BYTES of kernels/decode_wgmma.cu: q, tiles, swapped scores; factors, ratios, schedules, segments, barriers
+    buffers = 2 if cluster == 1 else 3
+    shared = 64 * 1024 + buffers * (64 // cluster) * 1024 + 32 * 1024
+    shared += buffers * 512 + 1024 + 256 + 64 + 16 * buffers + 64 + (32 if cluster == 2 else 0)
+    return Variant(
+        "decode_wgmma.cu", "decode_wgmma", constants, 64, 384, shared, 64, 1, 64, combine_for(problem, num_sms), "90a"
+    )
+
+
 def choose(problem: Problem, arch: int, num_sms: int, align: tuple[int, int]) -> tuple[Variant, Plan]:
     """The kernel and plan of a call.
 
