@@ -154,9 +154,8 @@ def wgmma_variant(problem: Problem, num_sms: int) -> Variant:
     buffers = 2 if cluster == 1 else 3
     shared = 64 * 1024 + buffers * (64 // cluster) * 1024 + 32 * 1024
     shared += buffers * 512 + 1024 + 256 + 64 + 16 * buffers + 64 + (32 if cluster == 2 else 0)
-    return Variant(
-        "decode_wgmma.cu", "decode_wgmma", constants, 64, 384, shared, 64, 1, 64, combine_for(problem, num_sms), "90a"
-    )
+    combine = combine_for(problem, num_sms)
+    return Variant("decode_wgmma.cu", "decode_wgmma", constants, 64, 384, shared, 64, 1, 64, combine, arch="90a")
 
 
 def choose(problem: Problem, arch: int, num_sms: int, align: tuple[int, int]) -> tuple[Variant, Plan]:
