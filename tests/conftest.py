@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +30,18 @@ def _missing_gpu() -> str | None:
         return f"no CUDA GPU ({type(error).__name__})"
 
 
+def _record(file):
+    """The record in `file` if it is of these sources, else an empty one."""
+    path = Path(file or gpu_record.RECORD)
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return found if found.get("digest") == gpu_record.digest() else {}
+
+
 def pytest_addoption(parser):
     parser.addoption("--gpu-record", metavar="FILE", help="write the outcome of every GPU test to FILE")
+    parser.addoption(
+        "--gpu-missing", action="store_true", help="run only what the record of these sources does not show as passed"
+    )
 
 
 def pytest_configure(config):
@@ -41,6 +52,14 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = _missing_gpu() if marked else None
+    if config.getoption("--gpu-missing"):
+        done = {
+            name
+            for name, text in _record(config.getoption("--gpu-record")).get("tests", {}).items()
+            if text != "failed"
+        }
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
+        items[:] = [item for item in items if item.nodeid not in done]
     for item in marked:
         item.user_properties.append(("gpu", True))
         if reason:
@@ -93,7 +112,12 @@ class GpuOutcomes:
                 self.config.gpu_outcomes[report.nodeid] = text
 
 
+def _stop(signum, frame):
+    raise KeyboardInterrupt("terminated")
+
+
 def pytest_sessionstart(session):
+    signal.signal(signal.SIGTERM, _stop)  # a run that is cut short still writes what it saw
     if session.config.getoption("--gpu-record") and not hasattr(session.config, "workerinput"):
         session.config.pluginmanager.register(GpuOutcomes(session.config), "gpu_outcomes")
 
@@ -112,16 +136,13 @@ def pytest_sessionfinish(session):
         check=False,
     ).stdout.strip()
     # Two runs on the same sources add up (the tests in parallel, then the benchmark alone); others start afresh.
-    path, digest, before = Path(target), gpu_record.digest(), {}
-    if path.exists():
-        found = json.loads(path.read_text())
-        before = found if found.get("digest") == digest else {}
+    before = _record(target)
     record = {
         **before,
         "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "gpu": {**bench.gpu_description(), "driver": driver},
-        "digest": digest,
+        "digest": gpu_record.digest(),
         "tests": dict(sorted({**before.get("tests", {}), **config.gpu_outcomes}.items())),
         **config.gpu_extra,
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    Path(target).write_text(json.dumps(record, indent=1) + "\n")
