@@ -51,6 +51,8 @@ def paged_decode(
         Slot ids, ``page * page_size + offset``. Ids outside the pool, negative ones included, are skipped.
     kv_indptr : (T + 1,) array of int32
         Where each token's list begins and ends. An empty list gives ``out = 0`` and ``lse = -inf``.
+        Nothing outside the arrays is touched whatever it holds; but where it decreases or leaves kv_indices, results
+        on a GPU mean nothing and rows may be left unwritten (``validate=True`` finds that).
     attn_sink : (H,) array of float32, optional
         Extra logit in the denominator (natural log).
     softmax_scale : float, optional
