@@ -9,6 +9,7 @@ import sanitize
 
 
 @pytest.mark.gpu
+@pytest.mark.slow  # a minute or more each
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
 def test_clean(tool, record_gpu):
     if not shutil.which("compute-sanitizer"):
