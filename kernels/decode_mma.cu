@@ -28,6 +28,12 @@
 // scores 8 KB, P 1 KB, ratios, refs and segments 2.4 KB: 64 KB, three blocks a multiprocessor. 32 heads: twice the
 // scores and P, 32 KB of q fragments: 107 KB, two blocks. Rows are swizzled in 16-byte chunks so that ldmatrix is free
 // of bank conflicts both ways.
+//
+// Tried on an H200 and not kept (D = 512, FP8, us with combine): programmatic launch of this kernel itself (1 gained at
+// H = 16, (T, L) = (128, 2176), 1.7 lost at (1, 640)); all of L1 as shared memory (nothing); tiles of 16 and 8 slots at
+// (1, 640) (12.0 and 11.0 against 11.8); q of every segment fetched ahead (spills); 396 workers instead of 384 at
+// (128, 2176) (3 more); 4 stages and 2 blocks a multiprocessor (3 to 9 more); 32 heads a block where slots are few (1 to
+// 3 more at (1, 640)).
 #include "params.cuh"
 #include "schedule.cuh"
 #include "mma.cuh"

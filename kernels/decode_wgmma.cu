@@ -1,5 +1,5 @@
 // Paged sparse decode on Hopper's warpgroup tensor cores (sm_90a): FP8 pools, D = 512, groups of 64, 33 to 128 heads.
-// In the making: it runs and agrees with float64 within 2.2e-3 on random data, but is not chosen for calls yet.
+// In the making: not chosen for calls (variants.py), because sharp softmax is beyond the error bound; see State below.
 //
 // Three warpgroups: 0 and 1 compute, 2 produces. A computing warpgroup owns 64 heads x 256 dimensions (one half of D),
 // for QK and for PV, and works together with a partner that owns the other half for the same heads:
@@ -16,12 +16,24 @@
 // The producers run one tile ahead in registers (slot ids two ahead), over segment borders: they load the codes of a row
 // with plain loads, 16 bytes a lane, widen them to fp16 and store them into the next free of BUFFERS tiles.
 //
-// Numerics. The largest scale of a slot is taken out as a power of two, 2^e: operand = code * fp16(scale * 2^-e), the
-// factor in [1, 2) for the largest group. Scores are S * 2^e * (q's own power of two) in fp32; P' = exp2(s + e - ref)
-// carries 2^e back into PV, and l sums P' * 2^-e in fp32. q is taken to fp16 after a power of two per head that puts its
+// Rows of the tile after next are prefetched to L2.
+//
+// Numerics. The largest scale of a slot is taken out as a power of two, 2^e: operand = fp16(code * scale * 2^-e), the
+// ratio scale * 2^-e, in [1, 2) for the largest group, being one fp16 or (EXACT_SCALES) the sum of two. Scores are
+// S * 2^e * (q's own power of two) in fp32; P' = exp2(s + e - ref) carries 2^e back into PV, and l sums P' * 2^-e in fp32. q is taken to fp16 after a power of two per head that puts its
 // largest element into [2^14, 2^15). ref is lazy: it moves when the maximum has grown by 2^8, so P' <= 2^14 in fp16.
 // e is at least -88 so that l stays in range. Slots outside the pool or past the segment's end have codes 0 and e = -inf:
 // probability 0, nothing read. An empty row gives 0 and -inf.
+//
+// The operand's rounding makes an error of scores of about 2e-4 of their spread. Simulated on a CPU with EXACT_SCALES,
+// 400 slots: output error 1.8e-3 in bf16 where scores spread by 3 (natural logarithm), up to 2.9e-3 where by 27.
+//
+// State, H200, us with combine, EXACT_SCALES = 1 / 0: H = 64 (128, 2176) 132 / 122, (512, 2176) 499 / 459; H = 128
+// (128, 2176) 229 / 226, (512, 2176) 880 / 874: about 5000 cycles a tile and multiprocessor where some 2700 were
+// expected, for a reason not found yet. A build without the prefetch to L2, without the second fp16 of ratios and with
+// QK, softmax and PV one after the other took 113 and 427 (H = 64), 259 and 1008 (H = 128, there with cluster-scope
+// fences in the swap); the two differ in several things at once. Next: a clock around each wait. Not tested on a GPU:
+// NaN, strides, extreme scales, malformed kv_indptr, graph replay, repeated bits.
 //
 // Shared memory (bytes): q 64 K, tiles BUFFERS * 64 slots * 512 (128 K or 96 K), swap 32 K, then factors of slots,
 // group factors on their way from scales to codes, schedule, barriers.
