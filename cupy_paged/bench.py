@@ -346,6 +346,39 @@ def run(cases: Sequence[Case], num_slots: int, progress: Callable[[int, int], No
     }
 
 
+def gpu_missing() -> str | None:
+    """Why no CUDA kernel can be timed here; None where one can."""
+    try:
+        import cupy
+
+        return None if cupy.cuda.runtime.getDeviceCount() else "no CUDA GPU"
+    except Exception as error:  # no CuPy, or no driver under it
+        return str(error).splitlines()[0]
+
+
+NUMPY_CASES = (Case(8, 1, 640), Case(16, 1, 640), Case(16, 4, 640), Case(64, 1, 2176))
+
+
+def numpy_lines(cases: Sequence[Case]) -> Iterable[str]:
+    """A Markdown table of the NumPy backend's times, a line at a time."""
+    from . import paged_decode, quantize_kv
+
+    rng = np.random.default_rng(1)
+    codes, scales = quantize_kv(rng.standard_normal((4096, HEAD_DIM), dtype="float32"))
+    yield "| H | T | L | ms |"
+    yield "|--:|--:|--:|--:|"
+    for case in cases:
+        q = rng.standard_normal((case.num_tokens, case.num_heads, HEAD_DIM)).astype(ml_dtypes.bfloat16)
+        indices = rng.integers(0, 4096, case.num_tokens * case.length).astype("int32")
+        indptr = np.arange(0, case.num_tokens + 1, dtype="int32") * np.int32(case.length)
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            paged_decode(q, codes, indices, indptr, kv_scales=scales)
+            times.append(time.perf_counter() - start)
+        yield f"| {case.num_heads} | {case.num_tokens} | {case.length} | {1e3 * statistics.median(times):.1f} |"
+
+
 def markdown(record: dict[str, Any]) -> str:
     ceilings = record["ceilings"]
     lines = [
@@ -381,6 +414,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = PRESETS[options.preset]
     if options.shape:
         cases = tuple(Case(*map(int, shape.split(","))) for shape in options.shape)
+    missing = gpu_missing()
+    if missing:
+        print(f"No CUDA kernel can be timed here ({missing}); the NumPy backend instead:\n")
+        for line in numpy_lines(cases if options.shape else NUMPY_CASES):
+            print(line)
+        return 0
     record = run(cases, options.slots, _progress)
     print(markdown(record))
     if options.json:

@@ -44,3 +44,11 @@ def test_markdown_has_a_line_for_each_row():
     assert lines[0] == "GPU: copy 4282 GB/s, bf16 matmul 788 TFLOP/s, in the same run"
     assert lines[4] == lines[5]
     assert lines[4].startswith("| 16 | 1 | 640 | 6.5 | 6.4-6.7 |")
+
+
+def test_without_a_gpu_it_times_numpy_and_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "gpu_missing", lambda: "no CUDA GPU")
+    assert bench.main(["--shape", "2,3,10"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "NumPy backend" in lines[0]
+    assert lines[-1].startswith("| 2 | 3 | 10 |")
