@@ -398,6 +398,39 @@ def markdown(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def compare(new: dict[str, Any], old: dict[str, Any]) -> list[tuple[Case, float, str]]:
+    """(case, new time / old time, verdict) of every shape that both records hold.
+
+    Times are first taken to the ceilings of their own run, by what binds the shape, so that two GPUs or two days
+    compare. 'same': the ranges of both runs, widened by 2 %, overlap.
+    """
+    if new.get("schema") != old.get("schema"):
+        raise ValueError(f"records of different schemas, {new.get('schema')} and {old.get('schema')}, do not compare")
+    earlier = {Case(r["num_heads"], r["num_tokens"], r["length"]): Row(**r) for r in old["rows"]}
+    found = []
+    for row in (Row(**r) for r in new["rows"]):
+        case = Case(row.num_heads, row.num_tokens, row.length)
+        before = earlier.get(case)
+        if before is None:
+            continue
+        ceiling = "matmul_tflops" if row.bound == "tensor" else "copy_gbs"
+        speed = new["ceilings"][ceiling] / old["ceilings"][ceiling]
+        low, high = 0.98 * row.us_min * speed, 1.02 * row.us_max * speed
+        if low <= before.us_max and before.us_min <= high:
+            verdict = "same"
+        else:
+            verdict = "faster" if high < before.us_min else "slower"
+        found.append((case, row.us * speed / before.us, verdict))
+    return found
+
+
+def comparison(new: dict[str, Any], old: dict[str, Any]) -> str:
+    """`compare` as a Markdown table."""
+    lines = ["| H | T | L | new / old | verdict |", "|--:|--:|--:|--:|---|"]
+    lines += [f"| {c[0]} | {c[1]} | {c[2]} | {ratio:.3f} | {verdict} |" for c, ratio, verdict in compare(new, old)]
+    return "\n".join(lines)
+
+
 def _progress(done: int, total: int) -> None:
     if sys.stderr.isatty():
         bar = "#" * (30 * done // max(total, 1))
@@ -410,6 +443,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", action="append", metavar="H,T,L", help="a shape of your own instead; repeatable")
     parser.add_argument("--slots", type=int, default=2_000_000, help="slots of the pool (544 bytes each)")
     parser.add_argument("--json", type=Path, help="also write the record here")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="a record written with --json, or a GPU record")
     options = parser.parse_args(arguments)
     cases = PRESETS[options.preset]
     if options.shape:
@@ -422,6 +456,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     record = run(cases, options.slots, _progress)
     print(markdown(record))
+    if options.compare:
+        earlier = json.loads(options.compare.read_text())
+        print("\n" + comparison(record, earlier.get("benchmark", earlier)))
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0

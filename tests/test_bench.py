@@ -52,3 +52,39 @@ def test_without_a_gpu_it_times_numpy_and_says_so(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "NumPy backend" in lines[0]
     assert lines[-1].startswith("| 2 | 3 | 10 |")
+
+
+def record_of(us, spread=0.1, bound="memory", copy_gbs=4000.0):
+    row = bench.Row(16, 128, 2176, us, us - spread, us + spread, 1.0, 1.0, 40.0, bound, 60.0, 14.0, 1.7e-3, None)
+    return {
+        "schema": bench.SCHEMA,
+        "ceilings": {"copy_gbs": copy_gbs, "matmul_tflops": 800.0},
+        "rows": [bench.asdict(row)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "ratio", "verdict"),
+    [
+        (record_of(60.0), record_of(60.5), 60 / 60.5, "same"),
+        (record_of(60.0, spread=3), record_of(64.0), 60 / 64, "same"),  # within the spread of the new run
+        (record_of(60.0), record_of(70.0), 60 / 70, "faster"),
+        (record_of(70.0), record_of(60.0), 70 / 60, "slower"),
+        (record_of(60.0, copy_gbs=2000.0), record_of(30.0), 1.0, "same"),  # half the bandwidth, twice the time
+        (record_of(60.0, bound="tensor", copy_gbs=2000.0), record_of(30.0, bound="tensor"), 2.0, "slower"),
+    ],
+)
+def test_comparison(new, old, ratio, verdict):
+    ((case, got, said),) = bench.compare(new, old)
+    assert case == (16, 128, 2176)
+    assert got == pytest.approx(ratio)
+    assert said == verdict
+    assert bench.comparison(new, old).endswith(f"| {ratio:.3f} | {verdict} |")
+
+
+def test_only_shapes_of_both_records_compare():
+    other = record_of(60.0)
+    other["rows"][0]["length"] = 640
+    assert bench.compare(record_of(60.0), other) == []
+    with pytest.raises(ValueError, match="schemas"):
+        bench.compare(record_of(60.0), {**record_of(60.0), "schema": 0})
