@@ -25,7 +25,18 @@ from .storage import quantize_kv
 DATA = Path(__file__).parent / "data" / "minilm_attention.npz"
 LAYERS = (0, 5)
 GROUP_SIZE = 64
-EXACT_BOUND = 2.5e-3  # of an FP8 pool against float64 on its dequantised rows, as the package promises for bf16
+EXACT_BOUND = 2.5e-3  # against float64 on the pool's own rows, as the package promises for bf16
+# Against the model, by (layer, pool): float64 attention on the same bf16 queries and pools is off by these, of which
+# FP8 is most; a decode within EXACT_BOUND adds at most that (triangle inequality, up to the norms' own difference).
+MODEL_BOUND = {
+    pair: exact + EXACT_BOUND
+    for pair, exact in {
+        (0, "bf16"): 2.21e-3,
+        (0, "FP8"): 2.81e-2,
+        (5, "bf16"): 2.14e-3,
+        (5, "FP8"): 9.51e-3,
+    }.items()
+}
 REPEATS = 20
 
 
@@ -43,6 +54,17 @@ class Result:
     model_error: float
     exact_error: float
     milliseconds: float
+
+    def beyond(self) -> list[str]:
+        """Errors out of their bounds, NaN among them, in words."""
+        return [
+            f"layer {self.layer}, {self.pool}: {error:.2e} {against}, BEYOND the bound of {bound:.2e}."
+            for error, bound, against in (
+                (self.model_error, MODEL_BOUND[self.layer, self.pool], "against the model"),
+                (self.exact_error, EXACT_BOUND, "against float64"),
+            )
+            if not error <= bound
+        ]
 
 
 def missing_cuda() -> str | None:
@@ -158,10 +180,10 @@ def report(results: Sequence[Result]) -> str:
     lines.append(
         f"The FP8 pools with their scales take {narrow} bytes instead of {wide}: {1 - narrow / wide:.0%} saved."
     )
-    worst = max(r.exact_error for r in results if r.pool == "FP8")
-    verdict = "within" if worst <= EXACT_BOUND else "BEYOND"
-    lines.append(f"Against float64 on the dequantised pool: at most {worst:.2e}, {verdict} the bound of {EXACT_BOUND}.")
-    return "\n".join(lines)
+    bad = [line for r in results for line in r.beyond()]
+    worst = max(r.exact_error for r in results)
+    good = f"Against float64 on the dequantised pool: at most {worst:.2e}, within the bound of {EXACT_BOUND}."
+    return "\n".join(lines + (bad or [good]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -185,4 +207,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("Queries and outputs in bf16, tokens in shuffled slots; errors are relative Frobenius norms.\n")
     results = run(on_cuda)
     print(report(results))
-    return 0 if all(r.exact_error <= EXACT_BOUND for r in results if r.pool == "FP8") else 1
+    return 1 if any(r.beyond() for r in results) else 0

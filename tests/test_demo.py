@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from cupy_paged import __main__ as command_line
-from cupy_paged import demo
+from cupy_paged import demo, fp8
 
 # Error against the model's own output, (layer, pool): between half of and a little over what float64 attention on the
 # same bf16 queries and pools gives, 2.66e-3 and 2.81e-2 in layer 0, 2.70e-3 and 0.97e-2 in layer 5. The bf16 figures
@@ -60,13 +63,34 @@ def test_missing_cupy_is_recognised(monkeypatch):
     assert demo.missing_cuda() == "CuPy is not installed"
 
 
-def test_a_bad_result_is_not_called_good(monkeypatch, capsys):
-    good = demo.run(on_cuda=False)[-1]
-    bad = demo.Result(good.layer, "FP8", good.pool_bytes, good.model_error, 2.6e-3, good.milliseconds)
-    wide = demo.Result(5, "bf16", 2 * good.pool_bytes, 0.0, 0.0, 1.0)
-    monkeypatch.setattr(demo, "run", lambda on_cuda: [wide, bad])
+@pytest.mark.parametrize("error", ["model_error", "exact_error"])
+@pytest.mark.parametrize("place", range(4))
+def test_a_bad_result_is_not_called_good(monkeypatch, capsys, error, place):
+    """Each of the eight errors alone, a little beyond its bound or NaN, is named and ends the demo with status 1."""
+    good = [demo.Result(layer, pool, 1, 0.0, 0.0, 1.0) for layer, pool in MODEL_ERROR]
+    layer, pool = good[place].layer, good[place].pool
+    bound = demo.MODEL_BOUND[layer, pool] if error == "model_error" else 2.5e-3
+    for value in (1.001 * bound, math.nan):
+        results = list(good)
+        results[place] = dataclasses.replace(good[place], **{error: value})
+        monkeypatch.setattr(demo, "run", lambda on_cuda, results=results: results)
+        assert demo.main(["--backend", "numpy"]) == 1
+        text = capsys.readouterr().out
+        assert text.count("BEYOND") == 1
+        assert f"layer {layer}, {pool}: " in text
+        assert "within" not in text
+
+
+def test_scales_that_are_too_large_are_noticed(monkeypatch):
+    """Codes of few bits agree with float64 on their own rows; only the model tells that they are bad."""
+
+    def coarse(kv, group_size):
+        scales = fp8.quantize(kv, group_size, False)[1] * np.float32(40)
+        codes = fp8.encode(kv.reshape(*scales.shape, group_size), scales[:, :, None])
+        return codes.reshape(kv.shape).view(fp8.E4M3), scales
+
+    monkeypatch.setattr(demo, "quantize_kv", coarse)
     assert demo.main(["--backend", "numpy"]) == 1
-    assert "BEYOND the bound" in capsys.readouterr().out
 
 
 def test_usage(capsys):
