@@ -1,4 +1,4 @@
-"""Command line: ``python -m cupy_paged demo | bench | doctor``."""
+"""Command line: ``python -m cupy_paged demo | bench | plot | doctor``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "demo": "attention of a real model from a paged FP8 pool, on the GPU or on NumPy",
     "bench": "times, bandwidth and distance from the hardware's limits, on the GPU",
+    "plot": "pictures of a benchmark record, as SVG",
     "doctor": "what works on this machine, and why not",
 }
 
