@@ -326,17 +326,28 @@ def gpu_description() -> dict[str, Any]:
     }
 
 
-def run(cases: Sequence[Case], num_slots: int, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
-    """Measure the ceilings and every case; returns the record that `markdown` and `compare` read."""
+def run(
+    cases: Sequence[Case],
+    num_slots: int,
+    progress: Callable[[int, int], None] | None = None,
+    against: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Measure the ceilings and every case; returns the record that `markdown` and `compare` read.
+
+    `against`: names of `alternatives` to time on the same work.
+    """
+    from . import alternatives
+
     ceilings = measure_ceilings()
-    pool, flush, rows = Pool(num_slots), flush_buffer(), []
+    pool, flush, rows, others = Pool(num_slots), flush_buffer(), [], []
     for i, case in enumerate(cases):
         if progress is not None:
             progress(i, len(cases))
         rows.append(asdict(measure(case, pool, ceilings, flush)))
+        others += [alternatives.measure(name, case, pool, flush) for name in against]
     if progress is not None:
         progress(len(cases), len(cases))
-    return {
+    record = {
         "schema": SCHEMA,
         "backend": "cuda",
         "gpu": gpu_description(),
@@ -344,6 +355,7 @@ def run(cases: Sequence[Case], num_slots: int, progress: Callable[[int, int], No
         "num_slots": num_slots,
         "rows": rows,
     }
+    return {**record, "alternatives": others} if others else record
 
 
 def gpu_missing() -> str | None:
@@ -359,24 +371,38 @@ def gpu_missing() -> str | None:
 NUMPY_CASES = (Case(8, 1, 640), Case(16, 1, 640), Case(16, 4, 640), Case(64, 1, 2176))
 
 
-def numpy_lines(cases: Sequence[Case]) -> Iterable[str]:
-    """A Markdown table of the NumPy backend's times, a line at a time."""
+def numpy_run(
+    cases: Sequence[Case], progress: Callable[[int, int], None] | None = None, repeats: int = 3
+) -> dict[str, Any]:
+    """A record of the NumPy backend's times; it has no ceilings, and rows have the case and its times alone."""
     from . import paged_decode, quantize_kv
 
     rng = np.random.default_rng(1)
     codes, scales = quantize_kv(rng.standard_normal((4096, HEAD_DIM), dtype="float32"))
-    yield "| H | T | L | ms |"
-    yield "|--:|--:|--:|--:|"
-    for case in cases:
+    rows = []
+    for i, case in enumerate(cases):
+        if progress is not None:
+            progress(i, len(cases))
         q = rng.standard_normal((case.num_tokens, case.num_heads, HEAD_DIM)).astype(ml_dtypes.bfloat16)
         indices = rng.integers(0, 4096, case.num_tokens * case.length).astype("int32")
         indptr = np.arange(0, case.num_tokens + 1, dtype="int32") * np.int32(case.length)
         times = []
-        for _ in range(3):
+        for _ in range(repeats):
             start = time.perf_counter()
             paged_decode(q, codes, indices, indptr, kv_scales=scales)
-            times.append(time.perf_counter() - start)
-        yield f"| {case.num_heads} | {case.num_tokens} | {case.length} | {1e3 * statistics.median(times):.1f} |"
+            times.append(1e6 * (time.perf_counter() - start))
+        rows.append({**case._asdict(), "us": statistics.median(times), "us_min": min(times), "us_max": max(times)})
+    if progress is not None:
+        progress(len(cases), len(cases))
+    return {"schema": SCHEMA, "backend": "numpy", "rows": rows}
+
+
+def numpy_markdown(record: dict[str, Any]) -> str:
+    lines = ["| H | T | L | ms | min-max |", "|--:|--:|--:|--:|--:|"]
+    for r in record["rows"]:
+        spread = f"{r['us_min'] / 1e3:.1f}-{r['us_max'] / 1e3:.1f}"
+        lines.append(f"| {r['num_heads']} | {r['num_tokens']} | {r['length']} | {r['us'] / 1e3:.1f} | {spread} |")
+    return "\n".join(lines)
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -406,21 +432,26 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> list[tuple[Case, float,
     """
     if new.get("schema") != old.get("schema"):
         raise ValueError(f"records of different schemas, {new.get('schema')} and {old.get('schema')}, do not compare")
-    earlier = {Case(r["num_heads"], r["num_tokens"], r["length"]): Row(**r) for r in old["rows"]}
+    backends = new.get("backend", "cuda"), old.get("backend", "cuda")
+    if backends[0] != backends[1]:
+        raise ValueError(f"records of different backends, {backends[0]} and {backends[1]}, do not compare")
+    earlier = {Case(r["num_heads"], r["num_tokens"], r["length"]): r for r in old["rows"]}
     found = []
-    for row in (Row(**r) for r in new["rows"]):
-        case = Case(row.num_heads, row.num_tokens, row.length)
+    for row in new["rows"]:
+        case = Case(row["num_heads"], row["num_tokens"], row["length"])
         before = earlier.get(case)
         if before is None:
             continue
-        ceiling = "matmul_tflops" if row.bound == "tensor" else "copy_gbs"
-        speed = new["ceilings"][ceiling] / old["ceilings"][ceiling]
-        low, high = 0.98 * row.us_min * speed, 1.02 * row.us_max * speed
-        if low <= before.us_max and before.us_min <= high:
+        speed = 1.0  # NumPy's records have no ceilings
+        if "ceilings" in new:
+            ceiling = "matmul_tflops" if row["bound"] == "tensor" else "copy_gbs"
+            speed = new["ceilings"][ceiling] / old["ceilings"][ceiling]
+        low, high = 0.98 * row["us_min"] * speed, 1.02 * row["us_max"] * speed
+        if low <= before["us_max"] and before["us_min"] <= high:
             verdict = "same"
         else:
-            verdict = "faster" if high < before.us_min else "slower"
-        found.append((case, row.us * speed / before.us, verdict))
+            verdict = "faster" if high < before["us_min"] else "slower"
+        found.append((case, row["us"] * speed / before["us"], verdict))
     return found
 
 
@@ -444,6 +475,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--slots", type=int, default=2_000_000, help="slots of the pool (544 bytes each)")
     parser.add_argument("--json", type=Path, help="also write the record here")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="a record written with --json, or a GPU record")
+    parser.add_argument("--against", action="append", choices=("torch", "sglang"), help="time this as well; repeatable")
     options = parser.parse_args(arguments)
     cases = PRESETS[options.preset]
     if options.shape:
@@ -451,14 +483,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = gpu_missing()
     if missing:
         print(f"No CUDA kernel can be timed here ({missing}); the NumPy backend instead:\n")
-        for line in numpy_lines(cases if options.shape else NUMPY_CASES):
-            print(line)
-        return 0
-    record = run(cases, options.slots, _progress)
-    print(markdown(record))
+        record = numpy_run(cases if options.shape else NUMPY_CASES, _progress)
+        print(numpy_markdown(record))
+    else:
+        from . import alternatives
+
+        against = list(dict.fromkeys(options.against or ()))
+        for name in against:
+            lacking = alternatives.missing(name)
+            if lacking:
+                parser.error(f"--against {name} needs {lacking}, which is not installed")
+        record = run(cases, options.slots, _progress, against)
+        print(markdown(record))
+        if against:
+            print("\n" + alternatives.table(record["alternatives"], record["rows"]))
+    if options.json:  # first, so that a comparison that fails loses nothing
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
     if options.compare:
         earlier = json.loads(options.compare.read_text())
         print("\n" + comparison(record, earlier.get("benchmark", earlier)))
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0

@@ -57,6 +57,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
     const int given = min(partials.count, HEAD_THREADS / WIDTH);
 #pragma unroll 8
     for (int i = 0; i < given; ++i) most = fmaxf(most, maxima[own][i]);
+    // All weights together are at most 1, by a power of two that costs no bits: sums of the largest partials stay finite.
+    most += (float)(32 - __clz(partials.count - 1));
 
     float sum = 0.f;
     float4 o[VECS];
@@ -115,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
     char* out = static_cast<char*>(p.out) + 2 * (row * p.out_stride_token + head * p.out_stride_head + dim0);
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
-        const uint2 packed = make_uint2(pack_pair<Q_DTYPE == 1>(o[v].x * factor, o[v].y * factor), pack_pair<Q_DTYPE == 1>(o[v].z * factor, o[v].w * factor));
+        const uint2 packed = make_uint2(result_pair<Q_DTYPE == 1>(o[v].x * factor, o[v].y * factor), result_pair<Q_DTYPE == 1>(o[v].z * factor, o[v].w * factor));
         *reinterpret_cast<uint2*>(out + 2 * v * 4 * THREADS_PER_HEAD) = packed;
     }
 }

@@ -549,8 +549,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
                     for (int i = 0; i < 4; ++i) x[i] = x[i] * step * step * end;
                     const int dim = FP8 ? n * 8 + 4 * t : n * 8 + 2 * t;
                     if (direct) {
-                        const unsigned first = pack_pair<Q_BF16>(x[0], x[1]);
-                        if (FP8) *reinterpret_cast<uint2*>(out + 2 * dim) = make_uint2(first, pack_pair<Q_BF16>(x[2], x[3]));
+                        const unsigned first = result_pair<Q_BF16>(x[0], x[1]);
+                        if (FP8) *reinterpret_cast<uint2*>(out + 2 * dim) = make_uint2(first, result_pair<Q_BF16>(x[2], x[3]));
                         else *reinterpret_cast<unsigned*>(out + 2 * dim) = first;
                     } else if (FP8) {
                         *reinterpret_cast<float4*>(part + dim) = make_float4(x[0], x[1], x[2], x[3]);

@@ -503,7 +503,7 @@ DEVICE void finish(const DecodeParams& p, const float (&o)[128], const Softmax& 
             if (!direct) {
                 *reinterpret_cast<float2*>(part + dim) = make_float2(x, y);
             } else {
-                const unsigned both = pack_pair<Q_BF16>(x, y);
+                const unsigned both = result_pair<Q_BF16>(x, y);
                 if (aligned) *reinterpret_cast<unsigned*>(out + dim) = both;
                 else { out[dim] = (unsigned short)both; out[dim + 1] = (unsigned short)(both >> 16); }
             }

@@ -53,9 +53,9 @@ extern "C" __global__ void __launch_bounds__(128) merge(const __grid_constant__ 
         float acc = 0.f;
         for (int i = 0; i < p.num_parts; ++i) {
             const Part& part = p.parts[i];
-            if (weights[i] != 0.f) acc += weights[i] * load(part.out, token * part.out_token + head * part.out_head + d);
+            if (weights[i] != 0.f) acc += weights[i] * factor * load(part.out, token * part.out_token + head * part.out_head + d);
         }
-        acc *= factor;
+        if (DTYPE != 3) acc = saturated<DTYPE == 1>(acc);   // sums of weights may exceed 1 by a rounding
         const long long at = row * p.head_dim + d;
         if (DTYPE == 1) static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16_rn(acc);
         else if (DTYPE == 2) static_cast<__half*>(p.out)[at] = __float2half_rn(acc);

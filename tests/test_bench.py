@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
+import ml_dtypes
+import numpy as np
+import oracle
 import pytest
 
-from cupy_paged import bench
+from cupy_paged import alternatives, bench
 
 H200 = bench.Ceilings(copy_gbs=4282, matmul_tflops=788)
 
@@ -52,6 +57,85 @@ def test_without_a_gpu_it_times_numpy_and_says_so(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "NumPy backend" in lines[0]
     assert lines[-1].startswith("| 2 | 3 | 10 |")
+
+
+def test_numpy_record_is_written_and_compares_with_itself(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(bench, "gpu_missing", lambda: "no CUDA GPU")
+    path = tmp_path / "numpy.json"
+    assert bench.main(["--shape", "2,3,10", "--shape", "1,1,4", "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert record["schema"] == bench.SCHEMA
+    assert record["backend"] == "numpy"
+    assert [(r["num_heads"], r["num_tokens"], r["length"]) for r in record["rows"]] == [(2, 3, 10), (1, 1, 4)]
+    assert all(0 < r["us_min"] <= r["us"] <= r["us_max"] for r in record["rows"])
+    assert [(c, v) for c, _, v in bench.compare(record, record)] == [((2, 3, 10), "same"), ((1, 1, 4), "same")]
+    capsys.readouterr()
+    assert bench.main(["--shape", "2,3,10", "--compare", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| 2 | 3 | 10 |")
+    with pytest.raises(ValueError, match="numpy and cuda"):
+        bench.compare(record, record_of(60.0))
+
+
+def test_presets_of_the_models():
+    assert {c.num_heads for c in bench.PRESETS["v4-flash"]} == {64}
+    assert {c.num_heads for c in bench.PRESETS["v4-pro"]} == {128}
+    assert {c.length for c in bench.PRESETS["v4-flash"]} == {128, 128 + 512, 128 + 256}
+    assert {c.length for c in bench.PRESETS["v4-pro"]} == {128, 128 + 1024, 128 + 256}
+
+
+def test_flops_and_bytes_of_a_shape():
+    case = bench.Case(num_heads=16, num_tokens=2, length=10)
+    assert bench.flops(case) == 2 * 2 * (2 * 16 * 10 * 512)  # two products, a multiplication and an addition each
+    assert bench.moved_bytes(case) == 2 * 10 * (512 + 8 * 4) + 2 * (2 * 16 * 512 * 2)
+
+
+def test_table_of_alternatives_has_times_and_failures():
+    ours = [{"num_heads": 16, "num_tokens": 1, "length": 640, "us": 10.0}]
+    case = {"num_heads": 16, "num_tokens": 1, "length": 640}
+    rows = [
+        {"name": "torch", **case, "us": 50.0, "us_min": 49.0, "us_max": 51.0, "error": 3e-3},
+        {"name": "sglang", **case, "failed": "no | kernel"},
+    ]
+    lines = alternatives.table(rows, ours).splitlines()[2:]
+    assert lines[0] == "| 16 | 1 | 640 | torch | 50.0 | 10.0 | 5.0 | 3.00e-03 |"
+    assert lines[1] == "| 16 | 1 | 640 | sglang | failed: no / kernel | 10.0 | | |"
+
+
+def test_an_alternative_that_cannot_run_is_a_row_with_the_reason(monkeypatch):
+    def refuse(*arguments):
+        raise RuntimeError("out of memory\nmore")
+
+    monkeypatch.setattr(alternatives, "_measure", refuse)
+    row = alternatives.measure("torch", bench.Case(16, 1, 640), None, None)
+    assert row == {"name": "torch", "num_heads": 16, "num_tokens": 1, "length": 640, "failed": "out of memory"}
+
+
+def test_torch_alternative_is_attention():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(3)
+    codes = rng.integers(0, 0x7E, (50, 128)).astype("uint8")
+    scales = (0.01 * rng.random((50, 2)) + 0.005).astype("float32")
+    slots = rng.integers(0, 50, (3, 20)).astype("int32")
+    q = rng.standard_normal((3, 4, 128)).astype("float16")
+    out = alternatives.attend(
+        torch.from_numpy(q),
+        torch.from_numpy(codes).view(torch.float8_e4m3fn),
+        torch.from_numpy(scales),
+        torch.from_numpy(slots),
+    )
+    rows = oracle.dequantized(codes.view(ml_dtypes.float8_e4m3fn), scales)
+    expected, _ = oracle.attention(q, rows, slots.reshape(-1), np.arange(0, 61, 20, dtype="int32"))
+    oracle.compare(out.numpy(), expected, 5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_torch_alternative_is_timed_on_the_same_work():
+    pytest.importorskip("torch")
+    row = alternatives.measure("torch", bench.Case(16, 4, 640), bench.Pool(100_000), bench.flush_buffer())
+    assert "failed" not in row, row["failed"]
+    assert 0 < row["us_min"] <= row["us"] <= row["us_max"]
+    assert row["error"] < 1e-2
 
 
 def record_of(us, spread=0.1, bound="memory", copy_gbs=4000.0):

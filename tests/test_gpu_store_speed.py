@@ -7,7 +7,7 @@ import pytest
 
 from cupy_paged import store_kv
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]  # times, so alone on the GPU
 
 LAUNCHES = 24  # of a graph; together they touch more than the L2 holds
 NUM_SLOTS = 600_000
