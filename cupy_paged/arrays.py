@@ -153,11 +153,36 @@ def _from_torch(name: str, a: Any) -> Array:
 _READERS: dict[str, Callable[[str, Any], Array]] = {"numpy": _from_numpy, "cupy": _from_cupy, "torch": _from_torch}
 _BY_TYPE: dict[type, Callable[[str, Any], Array]] = {}
 
+Signature = tuple[int, Any]
+
+
+def _nothing(a: None) -> Signature:
+    return 0, None
+
+
+def _cupy_signature(a: Any) -> Signature:
+    data = a.data
+    ptr = data.ptr
+    return ptr, (ptr & 15, a.shape, a.strides, a.dtype, data.device_id)
+
+
+def _torch_signature(a: Any) -> Signature:
+    ptr = a.data_ptr()
+    return ptr, (ptr & 15, a.shape, a.stride(), a.dtype, a.device, a.requires_grad)
+
+
+# By the type of an array seen before: its address, and a key of everything else that the checks, the plan and the
+# choice of a kernel look at, the address's alignment included. Much cheaper than `view`; for repeated calls.
+SIGNATURES: dict[type, Callable[[Any], Signature]] = {type(None): _nothing}
+_SIGNATURE_OF: dict[str, Callable[[Any], Signature]] = {"cupy": _cupy_signature, "torch": _torch_signature}
+
 
 def _reader(name: str, obj: Any) -> Callable[[str, Any], Array]:
     for cls in type(obj).__mro__:
         root = cls.__module__.partition(".")[0]
         if root in _READERS and hasattr(obj, "shape") and hasattr(obj, "dtype") and not isinstance(obj, np.generic):
+            if root in _SIGNATURE_OF:
+                SIGNATURES[type(obj)] = _SIGNATURE_OF[root]
             return _BY_TYPE.setdefault(type(obj), _READERS[root])
     raise TypeError(
         f"{name} must be a CuPy or NumPy array or a CUDA torch tensor, got {type(obj).__module__}.{type(obj).__qualname__}"
@@ -228,8 +253,12 @@ def to_numpy(a: Array) -> Any:
 
 def current_stream(a: Array) -> int:
     """Address of the current stream of the library that owns `a`."""
-    if a.kind == "torch":
-        return sys.modules["torch"].cuda.current_stream(a.device).cuda_stream
+    return current_stream_of(a.kind, a.device)
+
+
+def current_stream_of(kind: str, device: int) -> int:
+    if kind == "torch":
+        return sys.modules["torch"].cuda.current_stream(device).cuda_stream
     return sys.modules["cupy"].cuda.get_current_stream().ptr
 
 

@@ -104,6 +104,8 @@ def group_size(value: Any, head_dim: int) -> int:
 
 
 def finite(name: str, value: Any) -> float:
+    if type(value) is float and abs(value) <= 3e38:  # the usual case, for warm calls
+        return value
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.floating, np.integer)):
         raise TypeError(f"{name} must be a Python or NumPy float, got {type(value).__qualname__}")
     number = float(value)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import arrays, checks
-from .arrays import Array, view
+from .arrays import SIGNATURES, Array, view
 from .plan import Problem
 
-_problems: dict[tuple[Any, ...], Problem] = {}  # layouts that passed the checks
+if TYPE_CHECKING:
+    from .backends.cuda import Call
+
+_calls: dict[Any, Call] = {}  # by everything that the checks of a CUDA call look at, for calls that passed them
+_MAX_CALLS = 4096
 
 
 def _optional(name: str, obj: Any) -> Array | None:
@@ -97,37 +101,76 @@ def paged_decode(
     """
     if q is None or unified_kv is None or kv_indices is None or kv_indptr is None:
         checks.require(q=q, unified_kv=unified_kv, kv_indices=kv_indices, kv_indptr=kv_indptr)
+    key = None
+    try:
+        q_at, q_key = SIGNATURES[type(q)](q)
+        pool_at, pool_key = SIGNATURES[type(unified_kv)](unified_kv)
+        indices_at, indices_key = SIGNATURES[type(kv_indices)](kv_indices)
+        indptr_at, indptr_key = SIGNATURES[type(kv_indptr)](kv_indptr)
+        sink_at, sink_key = SIGNATURES[type(attn_sink)](attn_sink)
+        scales_at, scales_key = SIGNATURES[type(kv_scales)](kv_scales)
+        out_at, out_key = SIGNATURES[type(out)](out)
+        work_at, work_key = SIGNATURES[type(workspace)](workspace)
+        # Types stand beside options because 64.0 and True equal 64 and 1, and must not pass for them.
+        options = (group_size, type(group_size), num_splits, type(num_splits), batch_invariant, type(batch_invariant))
+        wanted = (
+            type(q),
+            q_key,
+            pool_key,
+            indices_key,
+            indptr_key,
+            sink_key,
+            scales_key,
+            out_key,
+            work_key,
+            options,
+        )
+        call = _calls.get(wanted)
+        key = wanted
+    except Exception:  # an array of a new type or without an address, an unhashable option: the checks name it
+        call = None
+    if call is not None and not validate:
+        from .backends import cuda
+
+        scale = call.default_scale if softmax_scale is None else checks.finite("softmax_scale", softmax_scale)
+        target, lse, lse_at = out, None, 0
+        if out is None or return_lse or workspace is None:
+            q_ = view("q", q)
+            if out is None:
+                made = arrays.empty(q_, q_.shape, q_.dtype)
+                target, out_at = made.obj, made.ptr
+            if return_lse:
+                made = arrays.empty(q_, q_.shape[:2], "float32")
+                lse, lse_at = made.obj, made.ptr
+            if workspace is None and call.workspace_bytes:
+                scratch = arrays.empty(q_, (call.workspace_bytes,), "uint8")  # in use until the launches are queued
+                work_at = scratch.ptr
+        new = (0 if out is not None else out_at) | lse_at | (0 if workspace is not None else work_at)
+        if not new & 15 and cuda.current_device() == call.device:
+            at = arrays.current_stream_of(call.kind, call.device) if stream is None else arrays.stream_address(stream)
+            if not call.workspace_bytes:
+                work_at = 0
+            call(
+                q_at,
+                pool_at,
+                scales_at,
+                indices_at,
+                indptr_at,
+                sink_at,
+                out_at,
+                lse_at,
+                work_at,
+                scale,
+                at,
+            )
+            return (target, lse) if return_lse else target
+
     q_, pool = view("q", q), view("unified_kv", unified_kv)
     indices, indptr = view("kv_indices", kv_indices), view("kv_indptr", kv_indptr)
     sink, scales, out_ = _optional("attn_sink", attn_sink), _optional("kv_scales", kv_scales), _optional("out", out)
-
-    key = (
-        q_.layout,
-        pool.layout,
-        indices.layout,
-        indptr.layout,
-        None if sink is None else sink.layout,
-        None if scales is None else scales.layout,
-        None if out_ is None else out_.layout,
-        group_size,
-        type(group_size),  # 64.0 and True equal 64 and 1, and must not pass for them
-        num_splits,
-        type(num_splits),
-        batch_invariant,
-        type(batch_invariant),
-    )
-    try:
-        problem = _problems.get(key)
-    except TypeError:  # an unhashable option: the checks name it
-        problem = None
-    if problem is None:
-        splits = 0 if num_splits is None else checks.positive_int("num_splits", num_splits)
-        invariant = checks.flag("batch_invariant", batch_invariant)
-        problem = checks.decode(q_, pool, indices, indptr, sink, scales, out_, group_size, splits, invariant)
-        if len(_problems) >= 4096:
-            _problems.clear()
-        if batch_invariant is invariant:
-            _problems[key] = problem
+    splits = 0 if num_splits is None else checks.positive_int("num_splits", num_splits)
+    invariant = checks.flag("batch_invariant", batch_invariant)
+    problem = checks.decode(q_, pool, indices, indptr, sink, scales, out_, group_size, splits, invariant)
     scale = problem.head_dim**-0.5 if softmax_scale is None else checks.finite("softmax_scale", softmax_scale)
     if validate:
         checks.index_values(arrays.to_numpy(indices), arrays.to_numpy(indptr), pool.shape[0] * problem.page_size)
@@ -146,7 +189,11 @@ def paged_decode(
         from .backends import cuda
 
         address = None if stream is None else arrays.stream_address(stream)
-        cuda.decode(problem, q_, pool, indices, indptr, sink, scales, scale, out_, lse, workspace, address)
+        call = cuda.decode(problem, q_, pool, indices, indptr, sink, scales, scale, out_, lse, workspace, address)
+        if key is not None and call is not None:
+            if len(_calls) >= _MAX_CALLS:
+                _calls.clear()
+            _calls[key] = call
     return (out_.obj, lse.obj) if lse is not None else out_.obj
 
 

@@ -22,7 +22,10 @@ from .launch import Launch, Params
 from .variants import Variant, choose
 
 LOG2_E = 1.4426950408889634
-_PACK = struct.Struct("=10Q7qfI10i")  # struct DecodeParams of kernels/params.cuh
+# struct DecodeParams of kernels/params.cuh: "=10Q7qfI10i", of which only addresses and the softmax factor vary
+# between calls of equal layout.
+_STRIDES, _SIZES = struct.Struct("=7q"), struct.Struct("=I10i")
+_PACK = struct.Struct(f"=10Q{_STRIDES.size}sf{_SIZES.size}s")
 _params = Params(_PACK.size)
 
 
@@ -238,6 +241,88 @@ def _refuse_unaligned(**given: Array | None) -> None:
             raise ValueError(f"{name} must begin at a multiple of 4 bytes, got address {a.ptr:#x}; make a copy first")
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """All of a checked call but its addresses and softmax factor: good for every call of the same layouts."""
+
+    kind: str  # of q, whose library's current stream is the default
+    device: int
+    default_scale: float
+    workspace_bytes: int
+    lse_offset: int
+    strides: bytes
+    sizes: bytes
+    launches: tuple[Launch, ...]
+
+    def __call__(
+        self,
+        q: int,
+        pool: int,
+        scales: int,
+        indices: int,
+        indptr: int,
+        sink: int,
+        out: int,
+        lse: int,
+        workspace: int,
+        softmax_scale: float,
+        stream: int,
+    ) -> None:
+        """Launch on the current device, which must be `device`; the arrays are given by their addresses."""
+        params = _params
+        _PACK.pack_into(
+            params.buffer,
+            0,
+            q,
+            pool,
+            scales,
+            indices,
+            indptr,
+            sink,
+            out,
+            lse,
+            workspace,
+            workspace + self.lse_offset,
+            self.strides,
+            softmax_scale * LOG2_E,
+            self.sizes,
+        )
+        address = params.address
+        for launch in self.launches:
+            launch(address, stream)
+
+
+def bind(problem: Problem, q: Array, pool: Array, scales: Array | None, out: Array) -> Call:
+    """The `Call` for these layouts; loads the kernels where that has not been done."""
+    align = (_alignment(pool, 4, "unified_kv"), _alignment(scales, 4, "kv_scales"))
+    prepared = prepare(problem, q.device, align)
+    plan = prepared.plan
+    strides = _STRIDES.pack(
+        q.strides[0] >> 1,
+        q.strides[1] >> 1,
+        out.strides[0] >> 1,
+        out.strides[1] >> 1,
+        pool.strides[0],
+        pool.strides[1] if len(pool.shape) == 3 else 0,
+        scales.strides[0] >> 2 if scales is not None else 0,
+    )
+    sizes = _SIZES.pack(
+        min(pool.shape[0] * problem.page_size, 2**31),
+        problem.page_size,
+        problem.num_tokens,
+        problem.num_heads,
+        problem.nnz,
+        plan.num_ctas,
+        plan.tile,
+        plan.row_cost,
+        plan.chunk_min,
+        plan.max_chunks,
+        plan.num_partials,
+    )
+    scale = problem.head_dim**-0.5
+    return Call(q.kind, q.device, scale, plan.workspace_bytes, plan.lse_offset, strides, sizes, prepared.launches)
+
+
 def decode(
     problem: Problem,
     q: Array,
@@ -251,8 +336,11 @@ def decode(
     lse: Array | None,
     workspace: Array | None,
     stream: int | None,
-) -> None:
-    """Launch a checked call. All arrays are on q's device."""
+) -> Call | None:
+    """Launch a checked call, all of whose arrays are on q's device.
+
+    Returns what repeats it for equal layouts and alignments; None where it needs copies of q or out.
+    """
     runtime = _cupy().cuda.runtime
     if runtime.getDevice() != q.device:
         with on_device(q.device):
@@ -269,26 +357,20 @@ def decode(
             decode(problem, q, pool, indices, indptr, sink, scales, softmax_scale, out, lse, workspace, stream)
             target[...] = result
         return None
-    align = (_alignment(pool, 4, "unified_kv"), _alignment(scales, 4, "kv_scales"))
-    prepared = prepare(problem, q.device, align)
-    plan = prepared.plan
+    call = bind(problem, q, pool, scales, out)
     base = 0
-    if plan.workspace_bytes:
+    if call.workspace_bytes:
         if workspace is None:
-            workspace = arrays.empty(q, (plan.workspace_bytes,), "uint8")
-        elif workspace.shape[0] < plan.workspace_bytes:
+            workspace = arrays.empty(q, (call.workspace_bytes,), "uint8")
+        elif workspace.shape[0] < call.workspace_bytes:
             raise ValueError(
-                f"workspace must hold at least {plan.workspace_bytes} bytes (see cupy_paged.workspace_size), "
+                f"workspace must hold at least {call.workspace_bytes} bytes (see cupy_paged.workspace_size), "
                 f"got {workspace.shape[0]}"
             )
         base = workspace.ptr
         if base % 16:
             raise ValueError(f"workspace must begin at a multiple of 16 bytes, got address {base:#x}")
-    paged = len(pool.shape) == 3
-    strides = pool.strides
-    _PACK.pack_into(
-        _params.buffer,
-        0,
+    call(
         q.ptr,
         pool.ptr,
         scales.ptr if scales is not None else 0,
@@ -298,29 +380,10 @@ def decode(
         out.ptr,
         lse.ptr if lse is not None else 0,
         base,
-        base + plan.lse_offset,
-        q.strides[0] >> 1,
-        q.strides[1] >> 1,
-        out.strides[0] >> 1,
-        out.strides[1] >> 1,
-        strides[0],
-        strides[1] if paged else 0,
-        scales.strides[0] >> 2 if scales is not None else 0,
-        softmax_scale * LOG2_E,
-        min(pool.shape[0] * problem.page_size, 2**31),
-        problem.page_size,
-        problem.num_tokens,
-        problem.num_heads,
-        problem.nnz,
-        plan.num_ctas,
-        plan.tile,
-        plan.row_cost,
-        plan.chunk_min,
-        plan.max_chunks,
-        plan.num_partials,
+        softmax_scale,
+        stream,
     )
-    for launch in prepared.launches:
-        launch(_params.address, stream)
+    return call
 
 
 def workspace_bytes(problem: Problem, device: int) -> int:
