@@ -250,6 +250,10 @@ class Workload:
         t = len(self.offsets) - 1
         return relative_error(self.q, self.out, self.pool, self.indices[0], self.offsets, sorted({0, t // 2, t - 1}))
 
+    def is_cold(self, flush: Any) -> bool:
+        """Whether the index sets touch so much that the L2 holds nothing of one when its turn comes again."""
+        return INDEX_SETS * self.indices[0].nbytes // 4 * ROW_BYTES > 2 * flush.nbytes
+
     def graph_us(self, flush: Any) -> list[float]:
         """Microseconds a launch, one value a replay."""
         import cupy
@@ -263,8 +267,8 @@ class Workload:
                 self.launch(i % INDEX_SETS)
             graph = stream.end_capture()
             graph.launch(stream)
-            cold = INDEX_SETS * self.indices[0].nbytes // 4 * ROW_BYTES > 2 * flush.nbytes
-            return [us / LAUNCHES for us in _event_us(graph.launch, None if cold else lambda: flush.fill(1))]
+            before = None if self.is_cold(flush) else lambda: flush.fill(1)
+            return [us / LAUNCHES for us in _event_us(graph.launch, before)]
 
     def host_us(self, calls: int = 300) -> float:
         """Median microseconds that one call from Python takes the host, nothing waiting on the GPU."""

@@ -129,9 +129,12 @@ def paged_decode(
         key = wanted
     except Exception:  # an array of a new type or without an address, an unhashable option: the checks name it
         call = None
-    if call is not None and not validate:
+    if call is not None:
         from .backends import cuda
 
+        if validate or cuda.current_device() != call.device:
+            call = None  # the whole way, which reads the lists or makes the device current
+    if call is not None:
         scale = call.default_scale if softmax_scale is None else checks.finite("softmax_scale", softmax_scale)
         target, lse, lse_at = out, None, 0
         if out is None or return_lse or workspace is None:
@@ -146,7 +149,7 @@ def paged_decode(
                 scratch = arrays.empty(q_, (call.workspace_bytes,), "uint8")  # in use until the launches are queued
                 work_at = scratch.ptr
         new = (0 if out is not None else out_at) | lse_at | (0 if workspace is not None else work_at)
-        if not new & 15 and cuda.current_device() == call.device:
+        if not new & 15:
             at = arrays.current_stream_of(call.kind, call.device) if stream is None else arrays.stream_address(stream)
             if not call.workspace_bytes:
                 work_at = 0

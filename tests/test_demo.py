@@ -16,16 +16,19 @@ from cupy_paged import demo, fp8
 
 # Error against the model's own output, (layer, pool): between half of and a little over what float64 attention on the
 # same bf16 queries and pools gives, 2.66e-3 and 2.81e-2 in layer 0, 2.70e-3 and 0.97e-2 in layer 5. The bf16 figures
-# are three roundings to bf16 of about 1.5e-3 each: queries, pool and output. A decode with bf16 probabilities adds a
-# fourth, as the CUDA kernel has for bf16 pools (2.716e-3 in layer 0 on an H200). Less than half would mean that the
-# pools were not what they are called.
-MODEL_ERROR = {(0, "bf16"): 2.75e-3, (0, "FP8"): 2.85e-2, (5, "bf16"): 2.75e-3, (5, "FP8"): 1.0e-2}
+# are three roundings to bf16 of about 1.5e-3 each: queries, pool and output. Less than half would mean that the pools
+# were not what they are called.
+MODEL_ERROR = {(0, "bf16"): 2.7e-3, (0, "FP8"): 2.85e-2, (5, "bf16"): 2.75e-3, (5, "FP8"): 1.0e-2}
 
 
-def check(results):
+# The CUDA kernel also rounds probabilities to bf16 where the pool is bf16: up to a third of such a rounding, in quadrature.
+CUDA_EXTRA = {"bf16": 0.05e-3, "FP8": 0.0}
+
+
+def check(results, extra=None):
     assert [(r.layer, r.pool) for r in results] == list(MODEL_ERROR)
     for r in results:
-        bound = MODEL_ERROR[r.layer, r.pool]
+        bound = MODEL_ERROR[r.layer, r.pool] + (extra[r.pool] if extra else 0)
         assert bound / 2 < r.model_error < bound
         assert 1e-4 < r.exact_error < 2.5e-3
         assert r.pool_bytes == 512 * (384 * 2 if r.pool == "bf16" else 384 + 4 * 6)
@@ -38,7 +41,7 @@ def test_numpy_figures():
 
 @pytest.mark.gpu
 def test_cuda_figures():
-    check(demo.run(on_cuda=True))
+    check(demo.run(on_cuda=True), CUDA_EXTRA)
 
 
 def test_command_prints_what_it_did(capsys):
