@@ -222,7 +222,7 @@ DEVICE void compute(const DecodeParams& p, unsigned base, int warpgroup) {
 #pragma unroll
         for (int i = 0; i < 128; ++i) o[i] = 0.f;
 
-        for (int left = tiles; left > 0; --left, ++n) {
+        for (const unsigned end = n + tiles; n != end; ++n) {
             const int buffer = n & 1;
             const unsigned phase = n >> 1 & 1, tile = base + TILES_AT + buffer * BUFFER_BYTES;
             unsigned a[16];

@@ -61,16 +61,7 @@ struct Producer {
             if (lane == 0) *schedule() = {seg, 0};
             __syncwarp();
         }
-        const int block = lane >> 2;
-        const char* codes_from = static_cast<const char*>(p.kv) + lane * 16;
         const unsigned ratios = base + RATIOS_AT + warp * (GROUPS * WARP_ROWS * 4);
-        const unsigned ratios_to = ratios + (lane & 3) * 2 * WARP_ROWS * 4 + (lane >> 2) * 4;   // group, row of `scales`
-        const unsigned ratios_from = ratios + block * WARP_ROWS * 4;                            // this lane's group
-        // 16 dimensions are the chunks 2c and 2c + 1 of a block. In odd blocks the two change places, so that the 8 lanes
-        // that store at once hit all 8 chunks; q and O are permuted alike.
-        const int chunk = 2 * (lane & 3) + (block & 1);
-        const unsigned rows_at = base + TILES_AT + block * BLOCK_BYTES + warp * (WARP_ROWS * 128) + (chunk << 4);
-
         uint4 codes[WARP_ROWS];              // of the tile to be stored next
         float2 scales = make_float2(0.f, 0.f);   // row lane / 4, groups 2 (lane % 4), + 1
         unsigned valid = 0;                  // its rows that exist
@@ -90,7 +81,7 @@ struct Producer {
         };
         auto load_codes = [&](int row) {
             const long long at = PAGED ? __shfl_sync(~0u, codes_at, row) : __shfl_sync(~0u, (int)codes_at, row) * p.page_stride;
-            load_or_zero(codes[row], codes_from + at, valid >> row & 1);
+            load_or_zero(codes[row], static_cast<const char*>(p.kv) + lane * 16 + at, valid >> row & 1);
         };
         // Factors and ratios of the tile in `codes`, from its scales.
         auto factors = [&](int buffer) {
@@ -100,6 +91,7 @@ struct Producer {
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
             const int e = min(max((int)(__float_as_uint(most) >> 23) - 127, LEAST_EXPONENT), 126);
             const float down = __int_as_float((127 - e) << 23);
+            const unsigned ratios_to = ratios + (lane & 3) * 2 * WARP_ROWS * 4 + (lane >> 2) * 4;
             __syncwarp();                    // the ratios of the tile before have been read
             sts1u(ratios_to, split_half(scales.x * down));
             sts1u(ratios_to + WARP_ROWS * 4, split_half(scales.y * down));
@@ -110,8 +102,12 @@ struct Producer {
                 sts4(base + FACTORS_AT + buffer * FACTOR_BYTES + (warp * (WARP_ROWS / 2) + (lane >> 3)) * 16, make_float4(up, up1, log, log1));
             __syncwarp();
         };
-        auto store = [&](int first, unsigned to) {
-            const int4 r = lds4i(ratios_from + first * 4);
+        auto store = [&](int first, int buffer) {
+            // 16 dimensions are the chunks 2c and 2c + 1 of a block. In odd blocks the two change places, so that the 8
+            // lanes that store at once hit all 8 chunks; q and O are permuted alike.
+            const int block = lane >> 2, chunk = 2 * (lane & 3) + (block & 1);
+            const unsigned to = base + TILES_AT + buffer * BUFFER_BYTES + block * BLOCK_BYTES + warp * (WARP_ROWS * 128) + (chunk << 4);
+            const int4 r = lds4i(ratios + (lane >> 2) * WARP_ROWS * 4 + first * 4);   // of this lane's group
             const unsigned ratio[BATCH] = {(unsigned)r.x, (unsigned)r.y, (unsigned)r.z, (unsigned)r.w};
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
@@ -135,16 +131,16 @@ struct Producer {
         int next_slot, count = 0, next_count = take(p, next_slot);
         while (count >= 0) {
             const int buffer = n & 1;
-            const unsigned to = rows_at + buffer * BUFFER_BYTES;
+            lane = thread_index() & 31;      // what follows from it costs less to make anew than to keep
             if (count > 0) {                 // 0 at the beginning and for an empty segment: no tile to store
                 barrier_wait(base + EMPTY + 8 * buffer, (n >> 1 & 1) ^ 1);
                 factors(buffer);
-                store(0, to);
+                store(0, buffer);
             }
             locate(next_slot);
 #pragma unroll
             for (int row = 0; row < BATCH; ++row) load_codes(row);
-            if (count > 0) store(BATCH, to);
+            if (count > 0) store(BATCH, buffer);
 #pragma unroll
             for (int row = BATCH; row < WARP_ROWS; ++row) load_codes(row);
             if (count > 0) {
