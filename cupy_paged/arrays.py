@@ -228,7 +228,7 @@ def _reader(name: str, obj: Any) -> Callable[[str, Any], Array]:
     if "Tracer" in type(obj).__name__:
         raise TypeError(
             f"{name} is being traced by JAX and has no values yet: call this outside jax.jit, or through "
-            f"jax.pure_callback as in cupy_paged/examples/with_jax.py"
+            f"jax.pure_callback as in docs/pages/libraries.md"
         )
     raise TypeError(
         f"{name} must be a NumPy, CuPy, JAX or Numba array, a CUDA torch tensor, or an object with __dlpack__, "
