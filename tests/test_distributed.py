@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import gpu_record
 import ml_dtypes
 import numpy as np
 import oracle
@@ -215,3 +216,22 @@ def test_wrong_shards_and_communicators_are_named():
 def test_local_slots():
     got = _local(np.array([-1, 0, 5, 11, 12, 2**31 - 1], "int32"), (1, 2, 3, 12))
     assert got.tolist() == [-1, -1, 2, 5, -1, -1]  # pages 0 (slots 0-2), 1 (3-5), 2, 3 (9-11)
+
+
+def test_cost_model_and_its_table():
+    """The page's table is what the model gives, and the model has the limits one expects."""
+    page = (gpu_record.ROOT / "docs" / "pages" / "distributed.md").read_text()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ") and line[2].isdigit()]
+    assert len(rows) == 24
+    for n, t, h, length, layout, mb, exchange, us, one, pays in rows:
+        n, t, h, layout = int(n), int(t), int(h), layout.strip()
+        c = distributed.cost(n, t, h, int(length), layout=layout)
+        shown = [f"{c.bytes_received / 1e6:.2f}", f"{c.exchange_us:.0f}", f"{c.us:.0f}", f"{c.one_gpu_us:.0f}"]
+        assert [x.strip() for x in (mb, exchange, us, one)] == shown
+        assert int(pays) == distributed.pays_from(n, t, h, layout=layout)
+        longer = distributed.cost(n, t, h, int(pays), layout=layout)
+        shorter = distributed.cost(n, t, h, int(pays) - 64, layout=layout)
+        assert longer.us < longer.one_gpu_us
+        assert shorter.us >= shorter.one_gpu_us
+    alone = distributed.cost(1, 4, 16, 1000)
+    assert (alone.bytes_received, alone.us) == (0, alone.one_gpu_us)
