@@ -14,6 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from . import exchange
+
 HOST = -1  # device of an array in host memory
 
 # Canonical dtype names, whatever library they come from.
@@ -73,7 +75,12 @@ class Array:
     obj : object
         The caller's array; kept so that its memory outlives the launch.
     kind : str
-        ``'numpy'``, ``'cupy'`` or ``'torch'``: whose array it is, hence whose arrays the results become.
+        ``'numpy'``, ``'cupy'`` or ``'torch'``: whose array `obj` is. What came by an exchange protocol has been made
+        a NumPy or CuPy array over the same memory.
+    given : object
+        The caller's array, where `obj` is another.
+    library : str
+        Whose arrays the results become: `kind`, or ``'jax'``, ``'numba'``.
     ptr : int
         Address of the first element (0 for NumPy arrays, which no kernel reads).
     shape, strides : tuple of int
@@ -85,7 +92,7 @@ class Array:
     writable : bool
     """
 
-    __slots__ = ("device", "dtype", "kind", "obj", "ptr", "shape", "strides", "writable")
+    __slots__ = ("device", "dtype", "given", "kind", "library", "obj", "ptr", "shape", "strides", "writable")
 
     def __init__(
         self,
@@ -97,9 +104,13 @@ class Array:
         dtype: str,
         device: int,
         writable: bool,
+        library: str | None = None,
+        given: Any = None,
     ) -> None:
         self.obj = obj
+        self.given = obj if given is None else given
         self.kind = kind
+        self.library = library or kind
         self.ptr = ptr
         self.shape = shape
         self.strides = strides
@@ -150,6 +161,32 @@ def _from_torch(name: str, a: Any) -> Array:
     )
 
 
+def _from_dlpack(name: str, a: Any) -> Array:
+    library = _library(a)
+    taken = exchange.take(name, a)
+    # JAX arrays are immutable, which only capsules of DLPack 1.0 can say.
+    return _from_memory(a, taken, library, taken.writable and library != "jax")
+
+
+def _from_cuda_interface(name: str, a: Any) -> Array:
+    taken = exchange.CudaInterface(name, a)
+    return _from_memory(a, taken, _library(a), taken.writable)
+
+
+def _from_memory(given: Any, taken: exchange.Memory, library: str | None, writable: bool) -> Array:
+    if taken.device == HOST:
+        obj, kind, ptr = exchange.to_numpy(taken), "numpy", 0
+    else:
+        obj, kind, ptr = exchange.to_cupy(taken), "cupy", taken.ptr
+    return Array(obj, kind, ptr, taken.shape, taken.strides, taken.dtype, taken.device, writable, library, given)
+
+
+def _library(a: Any) -> str | None:
+    """The library whose arrays the results become; None: NumPy or CuPy, by where the memory is."""
+    roots = {cls.__module__.partition(".")[0] for cls in type(a).__mro__}
+    return "jax" if roots & {"jax", "jaxlib"} else "numba" if roots & {"numba", "numba_cuda"} else None
+
+
 _READERS: dict[str, Callable[[str, Any], Array]] = {"numpy": _from_numpy, "cupy": _from_cupy, "torch": _from_torch}
 _BY_TYPE: dict[type, Callable[[str, Any], Array]] = {}
 
@@ -184,8 +221,18 @@ def _reader(name: str, obj: Any) -> Callable[[str, Any], Array]:
             if root in _SIGNATURE_OF:
                 SIGNATURES[type(obj)] = _SIGNATURE_OF[root]
             return _BY_TYPE.setdefault(type(obj), _READERS[root])
+    if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
+        return _BY_TYPE.setdefault(type(obj), _from_dlpack)
+    if hasattr(obj, "__cuda_array_interface__"):
+        return _BY_TYPE.setdefault(type(obj), _from_cuda_interface)
+    if "Tracer" in type(obj).__name__:
+        raise TypeError(
+            f"{name} is being traced by JAX and has no values yet: call this outside jax.jit, or through "
+            f"jax.pure_callback as in docs/pages/libraries.md"
+        )
     raise TypeError(
-        f"{name} must be a CuPy or NumPy array or a CUDA torch tensor, got {type(obj).__module__}.{type(obj).__qualname__}"
+        f"{name} must be a NumPy, CuPy, JAX or Numba array, a CUDA torch tensor, or an object with __dlpack__, "
+        f"got {type(obj).__module__}.{type(obj).__qualname__}"
     )
 
 
@@ -201,9 +248,25 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
         torch = sys.modules["torch"]
         return _from_torch("", torch.empty(shape, dtype=getattr(torch, dtype), device=like.obj.device))
     module = np if like.kind == "numpy" else sys.modules["cupy"]
-    if like.kind == "cupy" and dtype == "float8_e4m3fn":
-        dtype = "uint8"
-    return view("", module.empty(shape, _ML_DTYPES.get(dtype, dtype)))
+    stored = "uint8" if like.kind == "cupy" and dtype == "float8_e4m3fn" else dtype
+    made = view("", module.empty(shape, _ML_DTYPES.get(stored, stored)))
+    made.library = like.library
+    if like.library == "jax":
+        made.dtype = dtype  # JAX has FP8 arrays: the result will be one
+    return made
+
+
+def result(a: Array) -> Any:
+    """What the caller gets: his own array, or one made by `empty` (its work is queued) as an array of his library."""
+    if a.given is not a.obj or a.library == a.kind:
+        return a.given
+    if a.library == "jax":
+        jax = sys.modules["jax"]
+        if a.kind == "numpy":
+            return jax.numpy.asarray(a.obj)
+        return jax.dlpack.from_dlpack(exchange.FP8(a.obj) if a.dtype == "float8_e4m3fn" else a.obj)
+    # Numba has no bfloat16: those stay CuPy arrays.
+    return a.obj if a.dtype == "bfloat16" else sys.modules["numba"].cuda.as_cuda_array(a.obj)
 
 
 def as_cupy(a: Array) -> Any:
@@ -252,19 +315,28 @@ def to_numpy(a: Array) -> Any:
 
 
 def current_stream(a: Array) -> int:
-    """Address of the current stream of the library that owns `a`."""
-    return current_stream_of(a.kind, a.device)
+    """Address of the current stream of the library that owns `a`, in order after arrays taken by an exchange protocol."""
+    return exchange.ordered(current_stream_of(a.kind, a.device))
 
 
 def current_stream_of(kind: str, device: int) -> int:
     if kind == "torch":
         return sys.modules["torch"].cuda.current_stream(device).cuda_stream
-    return sys.modules["cupy"].cuda.get_current_stream().ptr
+    return sys.modules["cupy"].cuda.get_current_stream(device).ptr
 
 
 def stream_address(stream: Any) -> int:
-    """Address of a stream given as an integer, a CuPy or torch stream, or a ``__cuda_stream__`` object."""
+    """Address of a stream given as an integer, a CuPy or torch stream, or a ``__cuda_stream__`` object.
+
+    That stream will wait for arrays taken by an exchange protocol, which are ready on CuPy's current stream.
+    """
+    return exchange.ordered(_address(stream))
+
+
+def _address(stream: Any) -> int:
     if isinstance(stream, int) and not isinstance(stream, bool):
+        if stream < 0:
+            raise ValueError(f"stream must be the address of a CUDA stream, 0, 1 or 2, got {stream}")
         return stream
     for attribute in ("ptr", "cuda_stream"):
         address = getattr(stream, attribute, None)
@@ -272,7 +344,10 @@ def stream_address(stream: Any) -> int:
             return address
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
-        return int((protocol() if callable(protocol) else protocol)[1])
+        version, address = protocol() if callable(protocol) else protocol
+        if version != 0:
+            raise TypeError(f"stream has version {version} of __cuda_stream__; version 0 is understood")
+        return int(address)
     raise TypeError(
         "stream must be an integer address, a CuPy or torch stream, or an object with __cuda_stream__, "
         f"got {type(stream).__qualname__}"

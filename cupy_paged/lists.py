@@ -60,7 +60,7 @@ def lists_from_page_table(
     outputs = _outputs(out, most, table, rows)
     lists = Lists(rows, rows, counts=lens, page_table=table, page_size=size)
     _backend(table).build_lists(lists, *outputs, 0 if table.kind == "numpy" else _stream(stream, table))
-    return outputs[0].obj, outputs[1].obj
+    return arrays.result(outputs[0]), arrays.result(outputs[1])
 
 
 def lists_from_padded(
@@ -94,7 +94,7 @@ def lists_from_padded(
     outputs = _outputs(out, most, ids, rows)
     lists = Lists(rows, rows, counts=lens, topk=ids)
     _backend(ids).pack_lists(lists, *outputs, 0 if ids.kind == "numpy" else _stream(stream, ids))
-    return outputs[0].obj, outputs[1].obj
+    return arrays.result(outputs[0]), arrays.result(outputs[1])
 
 
 def lists_for_v4(
@@ -179,4 +179,4 @@ def lists_for_v4(
     entries = checks_pool.capacity_of(capacity, lists.num_rows * most) if out is None else 0
     outputs = _outputs(out, entries, first, lists.num_rows)
     _backend(first).build_lists(lists, *outputs, 0 if first.kind == "numpy" else _stream(stream, first))
-    return outputs[0].obj, outputs[1].obj
+    return arrays.result(outputs[0]), arrays.result(outputs[1])

@@ -197,7 +197,8 @@ def paged_decode(
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
             _calls[key] = call
-    return (out_.obj, lse.obj) if lse is not None else out_.obj
+    given = arrays.result(out_)
+    return (given, arrays.result(lse)) if lse is not None else given
 
 
 def merge_states(outs: Any, lses: Any, attn_sink: Any = None, *, stream: Any = None) -> Any:
@@ -246,7 +247,7 @@ def merge_states(outs: Any, lses: Any, attn_sink: Any = None, *, stream: Any = N
             lse,
             arrays.current_stream(first) if stream is None else arrays.stream_address(stream),
         )
-    return out.obj, lse.obj
+    return arrays.result(out), arrays.result(lse)
 
 
 def _problem_of(

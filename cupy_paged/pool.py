@@ -100,11 +100,11 @@ class PagedKV:
 
     @property
     def codes(self) -> Any:
-        return self._codes.obj
+        return arrays.result(self._codes)
 
     @property
     def scales(self) -> Any:
-        return None if self._scales is None else self._scales.obj
+        return None if self._scales is None else arrays.result(self._scales)
 
     @property
     def num_pages(self) -> int:
@@ -208,7 +208,7 @@ class PagedKV:
             out = arrays.empty(self._codes, (rows, self.head_dim), name)
         at = self._stream(stream)
         _backend(self._codes).dequantize(self._codes, self._scales, where, out, size, at)
-        return out.obj
+        return arrays.result(out)
 
     def grow(self, num_pages: int) -> None:
         """Make the pool larger; its pages keep their numbers, new ones hold zeros.

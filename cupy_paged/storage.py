@@ -69,7 +69,7 @@ def quantize_kv(
     codes = arrays.empty(a, a.shape, checks.FP8)
     scales = arrays.empty(a, (a.shape[0], a.shape[-1] // size), "float32")
     _backend(a).quantize(a, codes, scales, size, pow2, 0 if a.kind == "numpy" else _stream(stream, a))
-    return QuantizedKV(codes.obj, scales.obj)
+    return QuantizedKV(arrays.result(codes), arrays.result(scales))
 
 
 def dequantize_kv(codes: Any, scales: Any, dtype: Any = "float32", *, group_size: int = 64, stream: Any = None) -> Any:
@@ -91,7 +91,7 @@ def dequantize_kv(codes: Any, scales: Any, dtype: Any = "float32", *, group_size
     size = checks_pool.dequantize(a, s, None, name, group_size)
     out = arrays.empty(a, a.shape, name)
     _backend(a).dequantize(a, s, None, out, size, 0 if a.kind == "numpy" else _stream(stream, a))
-    return out.obj
+    return arrays.result(out)
 
 
 def store_kv(

@@ -1,4 +1,4 @@
-// Hand-over between warps and between CTAs of a cluster (sm_90): mbarriers, named barriers, proxy fences, registers.
+// Hand-over between warps (sm_90): mbarriers, named barriers, proxy fences, registers.
 //
 // An mbarrier counts arrivals; when the expected number has come, its phase flips and the count starts anew. A waiter
 // names the parity of the phase it waits for: phase n (n = 0, 1, ...) has ended when wait(n & 1) returns. On a fresh
@@ -8,10 +8,6 @@
 
 DEVICE void barrier_init(unsigned bar, int count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory"); }
 DEVICE void barrier_arrive(unsigned bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
-// One arrival that also announces `bytes` to come by asynchronous stores.
-DEVICE void barrier_expect(unsigned bar, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
 DEVICE void barrier_wait(unsigned bar, unsigned parity) {
     asm volatile(
         "{.reg .pred p;\n"
@@ -27,39 +23,13 @@ DEVICE void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::
 template <int REGISTERS> DEVICE void registers_more() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 template <int REGISTERS> DEVICE void registers_fewer() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 
-// ---- clusters ----
-DEVICE unsigned cluster_rank() { unsigned r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
-// The address in CTA `rank` of the cluster of what stands at `at` here.
-DEVICE unsigned cluster_address(unsigned at, unsigned rank) {
-    unsigned r; asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(rank)); return r;
-}
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// Without a scope: release at cluster scope costs a fence of all memory (MEMBAR.GPU), and all that must be ordered here
-// are accesses to shared memory, which a warp makes in order.
-DEVICE void barrier_arrive_remote(unsigned bar) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-// 16 bytes to another CTA's shared memory; they count towards the transaction bytes of its barrier `bar`.
-DEVICE void store_remote(unsigned at, float x, float y, float z, float w, unsigned bar) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
-                 ::"r"(at), "f"(x), "f"(y), "f"(z), "f"(w), "r"(bar) : "memory");
-}
-
 // ---- shared memory accesses beside those of mma.cuh ----
+DEVICE void store_matrices(unsigned at, unsigned a, unsigned b, unsigned c, unsigned d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
 DEVICE void sts1u(unsigned at, unsigned x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
 DEVICE void sts4u(unsigned at, unsigned x, unsigned y, unsigned z, unsigned w) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-// 16 bytes from global memory at any even address.
-DEVICE uint4 load_unaligned(const void* from) {
-    const unsigned short* h = static_cast<const unsigned short*>(from);
-    unsigned w[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = __ldg(h + 2 * i) | (unsigned)__ldg(h + 2 * i + 1) << 16;
-    return make_uint4(w[0], w[1], w[2], w[3]);
 }
 DEVICE int4 lds4i(unsigned at) { int4 v; asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at)); return v; }
 // threadIdx.x read anew, so that nothing derived from it is kept in registers across a loop.
@@ -72,7 +42,6 @@ DEVICE void load_or_zero(uint4& v, const void* from, unsigned take) {
         "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
         : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(from), "r"(take));
 }
-DEVICE void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 // An fp32 as two fp16, the nearest and what it leaves: together 22 bits.
 DEVICE unsigned split_half(float x) {
     const float high = __half2float(__float2half_rn(x));

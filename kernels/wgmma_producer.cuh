@@ -1,22 +1,28 @@
-// The producing warpgroup of the Hopper kernel (decode_wgmma.cu): gathers rows, widens them to fp16, fills the tiles.
+// The producing warps of the Hopper kernel (decode_wgmma.cu): gather rows, widen them to fp16, fill the tiles.
+//
+// A warp has 8 rows of each tile; a lane 16 dimensions of each of them, so one load a row. The codes of a tile wait in
+// registers for their buffer; as soon as BATCH rows are stored, the loads of the next tile's rows take their place, so
+// that 4 to 8 rows a warp (16 to 32 KB a multiprocessor) are under way at any time. Slot ids are read a tile ahead of that.
 #pragma once
 #include "wgmma_layout.cuh"
 
+// What a producing warp knows of its work, in shared memory: it is needed once a segment.
+struct Schedule { Segments segments; int published; };
+
 struct Producer {
     unsigned base;
-    int warp, lane, rank;                // rank: half of D that this CTA widens (CLUSTER = 2)
-    int published = 0;                   // segments put into the ring
-    bool more = true, fresh = false;
-    int begin = 0, left = 0;             // of the current segment: next entry of kv_indices, entries not yet taken
+    int warp, lane;
+    int begin = 0, left = 0;             // of the current segment: next entry of kv_indices, entries not yet taken; -1: no more
 
-    DEVICE Segments* schedule() const { return reinterpret_cast<Segments*>(smem + SCHEDULE_AT + warp * 64); }
+    DEVICE Schedule* schedule() const { return reinterpret_cast<Schedule*>(smem + SCHEDULE_AT + warp * SCHEDULE_BYTES); }
 
     // Next segment, announced to the computing warpgroups; row -1 ends the work.
     DEVICE void advance(const DecodeParams& p) {
-        Segments seg = *schedule();
+        Segments seg = schedule()->segments;
+        const int published = schedule()->published;
         __syncwarp();
-        more = seg.next(p);
-        if (lane == 0) *schedule() = seg;
+        const bool more = seg.next(p);
+        if (lane == 0) *schedule() = {seg, published + 1};
         if (warp == 0) {
             const int at = published % RING;
             barrier_wait(base + SEGMENT_EMPTY + 8 * at, (published / RING & 1) ^ 1);
@@ -26,155 +32,125 @@ struct Producer {
             }
         }
         __syncwarp();
-        ++published;
         begin = seg.begin;
-        left = more ? seg.len : 0;
-        fresh = more;
+        left = more ? seg.len : -1;
+        if (!more) return;
+        for (int i = lane; i < 64; i += 32) {    // its queries come to L2: this warp's 8 heads, 8 lines of 128 bytes each
+            const int head = blockIdx.y * HEADS + warp * 8 + (i >> 3);
+            if (head < p.num_heads)
+                prefetch(static_cast<const char*>(p.q) + 2 * (seg.row * p.q_stride_token + head * p.q_stride_head) + (i & 7) * 128);
+        }
     }
     // Takes the next tile: returns its number of slots, 0 for an empty segment, -1 at the end; `slot` becomes the id of
-    // row `lane % 16` of this warp's rows, -1 past the end. At most one segment is announced a call: the computing
-    // warpgroups can always reach the last but RING - 1 with the tiles they were given.
+    // row `lane % 8` of this warp's rows, -1 past the end. At most one segment is announced a call: with two tiles not
+    // yet stored, the computing warpgroups can still reach the end of the last but RING - 1.
     DEVICE int take(const DecodeParams& p, int& slot) {
-        if (more && left == 0 && !fresh) advance(p);
+        if (left == 0) advance(p);
         slot = -1;
-        if (!more) return -1;
-        const int count = min(left, TILE), mine = warp * WARP_ROWS + (lane & 15);
+        if (left < 0) return -1;
+        const int count = min(left, TILE), mine = warp * WARP_ROWS + (lane & 7);
         if (mine < count) slot = __ldg(p.indices + begin + mine);
         begin += count;
         left -= count;
-        fresh = false;
         return count;
     }
 
     DEVICE void run(const DecodeParams& p) {
         {
             Segments seg(p, blockIdx.x);
-            if (lane == 0) *schedule() = seg;
+            if (lane == 0) *schedule() = {seg, 0};
             __syncwarp();
         }
-        const int lane_row = lane / ROW_LANES, block = lane % ROW_LANES >> 2;
-        const char* codes_from = static_cast<const char*>(p.kv) + rank * HALF_DIMS + lane % ROW_LANES * 16;
-        const unsigned ratios = base + RATIOS_AT + warp * (GROUPS * BATCH_ROWS * 4);
-        // Where this lane puts the ratios it makes, and where it finds those of its group. PAIR: even rows first.
-        const int batch_row = lane >> 1 & 7, place = PAIR ? (batch_row & 1) * 4 + (batch_row >> 1) : batch_row;
-        const unsigned ratios_to = ratios + (lane & 1) * 4 * BATCH_ROWS * 4 + place * 4;
-        const unsigned ratios_from = ratios + (rank * (HALF_DIMS / GROUP_SIZE) + block) * BATCH_ROWS * 4 + lane_row * 16;
-        // Each lane widens 16 dimensions, the chunks 2c and 2c + 1 of its block. In odd blocks the two change places, so
-        // that the 8 lanes that store at once hit all 8 chunks; q and O are permuted alike.
-        const int chunk = 2 * (lane & 3) + (block & 1);
-        const unsigned row_at = base + TILES_AT + block * BLOCK_BYTES + (warp * WARP_ROWS + lane_row) * 128
-                                + ((chunk ^ lane_row) << 4);
-
-        uint4 codes[LOADS];                  // of the tile to be stored next
-        float4 scales = make_float4(0.f, 0.f, 0.f, 0.f);   // lane: row lane / 2 of the warp's rows, groups 4 (lane % 2) ...
+        const unsigned ratios = base + RATIOS_AT + warp * (GROUPS * WARP_ROWS * 4);
+        uint4 codes[WARP_ROWS];              // of the tile to be stored next
+        float2 scales = make_float2(0.f, 0.f);   // row lane / 4, groups 2 (lane % 4), + 1
         unsigned valid = 0;                  // its rows that exist
-        // Of the rows being loaded: which exist; id of row lane % 16, or its byte offset; page of row lane / 2.
-        unsigned loading;
-        long long codes_at;
-        int scales_page;
+        // Of the rows being loaded: id of row lane % 8, or its byte offset.
+        long long codes_at = 0;
         auto page_of = [&](int id) { return PAGED ? id / p.page_size : id; };
-        auto offset_of = [&](int id) {
-            const int page = page_of(id);
-            return PAGED ? page * p.page_stride + (id - page * p.page_size) * p.slot_stride : id * p.page_stride;
-        };
         auto locate = [&](int id) {
             const bool exists = (unsigned)id < p.num_slots;
-            loading = __ballot_sync(~0u, exists) & 0xffff;
-            codes_at = !exists ? 0 : PAGED ? offset_of(id) : id;
-            scales_page = __shfl_sync(~0u, exists ? page_of(id) : 0, lane >> 1);
+            const int page = exists ? page_of(id) : 0;
+            valid = __ballot_sync(~0u, exists) & 0xff;
+            codes_at = page;
+            if (PAGED) codes_at = exists ? page * p.page_stride + (id - page * p.page_size) * p.slot_stride : 0;
+            const int scales_page = __shfl_sync(~0u, page, lane >> 2);
+            scales = make_float2(0.f, 0.f);
+            if (valid >> (lane >> 2) & 1)
+                scales = __ldg(reinterpret_cast<const float2*>(p.scales + scales_page * p.scale_stride) + (lane & 3));
         };
-        auto load_scales = [&] {
-            scales = make_float4(0.f, 0.f, 0.f, 0.f);
-            if (loading >> (lane >> 1) & 1)
-                scales = __ldg(reinterpret_cast<const float4*>(p.scales + scales_page * p.scale_stride) + (lane & 1));
+        auto load_codes = [&](int row) {
+            const long long at = PAGED ? __shfl_sync(~0u, codes_at, row) : __shfl_sync(~0u, (int)codes_at, row) * p.page_stride;
+            load_or_zero(codes[row], static_cast<const char*>(p.kv) + lane * 16 + at, valid >> row & 1);
         };
-        auto load_codes = [&] {
+        // Factors and ratios of the tile in `codes`, from its scales.
+        auto factors = [&](int buffer) {
+            // 2^e with e the exponent of the largest scale. fmaxf drops NaN, which stays in its own ratio.
+            float most = fmaxf(fabsf(scales.x), fabsf(scales.y));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            const int e = min(max((int)(__float_as_uint(most) >> 23) - 127, LEAST_EXPONENT), 126);
+            const float down = __int_as_float((127 - e) << 23);
+            const unsigned ratios_to = ratios + (lane & 3) * 2 * WARP_ROWS * 4 + (lane >> 2) * 4;
+            __syncwarp();                    // the ratios of the tile before have been read
+            sts1u(ratios_to, split_half(scales.x * down));
+            sts1u(ratios_to + WARP_ROWS * 4, split_half(scales.y * down));
+            const bool exists = valid >> (lane >> 2) & 1;
+            const float up = exists ? __int_as_float((127 - GUARD + e) << 23) : 0.f, log = exists ? (float)e : neg_inf();
+            const float up1 = __shfl_down_sync(~0u, up, 4), log1 = __shfl_down_sync(~0u, log, 4);
+            if ((lane & 7) == 0)
+                sts4(base + FACTORS_AT + buffer * FACTOR_BYTES + (warp * (WARP_ROWS / 2) + (lane >> 3)) * 16, make_float4(up, up1, log, log1));
+            __syncwarp();
+        };
+        auto store = [&](int first, int buffer) {
+            // 16 dimensions are the chunks 2c and 2c + 1 of a block. In odd blocks the two change places, so that the 8
+            // lanes that store at once hit all 8 chunks; q and O are permuted alike.
+            const int block = lane >> 2, chunk = 2 * (lane & 3) + (block & 1);
+            const unsigned to = base + TILES_AT + buffer * BUFFER_BYTES + block * BLOCK_BYTES + warp * (WARP_ROWS * 128) + (chunk << 4);
+            const int4 r = lds4i(ratios + (lane >> 2) * WARP_ROWS * 4 + first * 4);   // of this lane's group
+            const unsigned ratio[BATCH] = {(unsigned)r.x, (unsigned)r.y, (unsigned)r.z, (unsigned)r.w};
 #pragma unroll
-            for (int i = 0; i < LOADS; ++i) {
-                const int row = i * LOAD_ROWS + lane_row;
-                const long long at = PAGED ? __shfl_sync(~0u, codes_at, row) : __shfl_sync(~0u, (int)codes_at, row) * p.page_stride;
-                load_or_zero(codes[i], codes_from + at, loading >> row & 1);
+            for (int i = 0; i < BATCH; ++i) {
+                const int row = first + i;
+                const unsigned high = __byte_perm(ratio[i], 0, 0x1010), low = __byte_perm(ratio[i], 0, 0x3232);
+                unsigned w[8];
+                widen(codes[row].x, w[0], w[1]);
+                widen(codes[row].y, w[2], w[3]);
+                widen(codes[row].z, w[4], w[5]);
+                widen(codes[row].w, w[6], w[7]);
+#pragma unroll
+                for (int k = 0; k < 8; ++k) w[k] = fma_half2(w[k], high, mul_half2(w[k], low));
+                const unsigned at = (to ^ row << 4) + row * 128;
+                sts4u(at, w[0], w[1], w[2], w[3]);
+                sts4u(at ^ 16, w[4], w[5], w[6], w[7]);
             }
         };
-        // Rows of a tile further ahead come to L2: lines of 128 bytes, lanes 16-31 the second of each pair.
-        auto prefetch = [&](int id) {
-            if ((unsigned)id >= p.num_slots) return;
-            const char* row = static_cast<const char*>(p.kv) + offset_of(id) + rank * HALF_DIMS + (lane >> 4) * 128;
-            prefetch_l2(row);
-            if (!PAIR) prefetch_l2(row + 256);
-            if (lane < 16) prefetch_l2(p.scales + page_of(id) * p.scale_stride);
-        };
 
-        int buffer = 0;
-        unsigned phase = 1;
-        // Slots of the tile in `codes` (none yet), of the next, whose rows are being loaded, and of the one after that.
-        int next_slot, after_slot, count = 0, next_count = take(p, next_slot);
-        prefetch(next_slot);
-        int after_count = take(p, after_slot);
+        unsigned n = 0;                      // tiles stored
+        // Slots of the tile in `codes` (none yet), of the one whose ids are in next_slot, of the one after that.
+        int next_slot, count = 0, next_count = take(p, next_slot);
         while (count >= 0) {
+            const int buffer = n & 1;
+            lane = thread_index() & 31;      // what follows from it costs less to make anew than to keep
+            if (count > 0) {                 // 0 at the beginning and for an empty segment: no tile to store
+                barrier_wait(base + EMPTY + 8 * buffer, (n >> 1 & 1) ^ 1);
+                factors(buffer);
+                store(0, buffer);
+            }
             locate(next_slot);
-            next_slot = after_slot;
-            prefetch(next_slot);
-            const int last_count = take(p, after_slot);
-            if (count > 0) {             // 0 at the beginning and for an empty segment: no tile to store
-                barrier_wait(base + EMPTY + 8 * buffer, phase);
-                // 2^e with e the exponent of the largest scale. fmaxf drops NaN, which stays in its own ratio.
-                float most = fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y)), fmaxf(fabsf(scales.z), fabsf(scales.w)));
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                const int e = min(max((int)(__float_as_uint(most) >> 23) - 127, LEAST_EXPONENT), 126);
-                const float down = __int_as_float((127 - e) << 23);
-                const unsigned ratio[4] = {split_half(scales.x * down), split_half(scales.y * down),
-                                           split_half(scales.z * down), split_half(scales.w * down)};
-                const bool exists = valid >> (lane >> 1) & 1;
-                const float up = exists ? __int_as_float((127 - GUARD + e) << 23) : 0.f, log = exists ? (float)e : neg_inf();
-                const float up1 = __shfl_down_sync(~0u, up, 2), log1 = __shfl_down_sync(~0u, log, 2);
-                if ((lane & 3) == 0)
-                    sts4(base + FACTORS_AT + buffer * FACTOR_BYTES + (warp * (WARP_ROWS / 2) + (lane >> 2)) * 16,
-                         make_float4(up, up1, log, log1));
-                const unsigned to = row_at + buffer * BUFFER_BYTES;
 #pragma unroll
-                for (int batch = 0; batch < BATCHES; ++batch) {
-                    if (lane >> 4 == batch) {
+            for (int row = 0; row < BATCH; ++row) load_codes(row);
+            if (count > 0) store(BATCH, buffer);
 #pragma unroll
-                        for (int k = 0; k < 4; ++k) sts1u(ratios_to + k * BATCH_ROWS * 4, ratio[k]);
-                    }
-                    __syncwarp();
-                    unsigned r[BATCH_LOADS];
-#pragma unroll
-                    for (int i = 0; i < BATCH_LOADS; i += 4) {
-                        const int4 v = lds4i(ratios_from + i * 4);
-                        r[i] = v.x; r[i + 1] = v.y; r[i + 2] = v.z; r[i + 3] = v.w;
-                    }
-#pragma unroll
-                    for (int i = 0; i < BATCH_LOADS; ++i) {
-                        const int row = batch * BATCH_ROWS + i * LOAD_ROWS;
-                        const uint4 x = codes[batch * BATCH_LOADS + i];
-                        unsigned w[8];
-                        widen(x.x, w[0], w[1]);
-                        widen(x.y, w[2], w[3]);
-                        widen(x.z, w[4], w[5]);
-                        widen(x.w, w[6], w[7]);
-                        const unsigned high = __byte_perm(r[i], 0, 0x1010), low = __byte_perm(r[i], 0, 0x3232);
-#pragma unroll
-                        for (int k = 0; k < 8; ++k) w[k] = EXACT_SCALES ? fma_half2(w[k], high, mul_half2(w[k], low)) : mul_half2(w[k], high);
-                        unsigned at = to;
-                        asm volatile("" : "+r"(at));   // one LOP3 here costs less than a register kept for each row
-                        at = (at ^ (row & 7) << 4) + row * 128;
-                        sts4u(at, w[0], w[1], w[2], w[3]);
-                        sts4u(at ^ 16, w[4], w[5], w[6], w[7]);
-                    }
-                }
+            for (int row = BATCH; row < WARP_ROWS; ++row) load_codes(row);
+            if (count > 0) {
                 fence_for_wgmma();
                 __syncwarp();
                 if (lane == 0) barrier_arrive(base + FULL + 8 * buffer);
-                if (++buffer == BUFFERS) { buffer = 0; phase ^= 1; }
+                ++n;
             }
-            load_scales();
-            load_codes();
-            valid = loading;
             count = next_count;
-            next_count = after_count;
-            after_count = last_count;
+            next_count = take(p, next_slot);
         }
     }
 };

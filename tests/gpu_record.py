@@ -10,7 +10,17 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
 
 # What decides the outcome of a GPU test beside the test itself: the kernels and the code that launches them.
-LAUNCHING = ("arrays.py", "jit.py", "lists.py", "ops.py", "plan.py", "pool.py", "storage.py", "backends/*.py")
+LAUNCHING = (
+    "arrays.py",
+    "exchange.py",
+    "jit.py",
+    "lists.py",
+    "ops.py",
+    "plan.py",
+    "pool.py",
+    "storage.py",
+    "backends/*.py",
+)
 
 
 def sources() -> list[Path]:

@@ -73,7 +73,12 @@ def test_missing_argument(name):
 @pytest.mark.parametrize("value", [[1, 2], 3.0, "text", F32(1)])
 def test_not_an_array(name, value):
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    fails(TypeError, fp8_call(**{name: value}), f"{name} must be a CuPy or NumPy array or a CUDA torch tensor", kind)
+    fails(
+        TypeError,
+        fp8_call(**{name: value}),
+        f"{name} must be a NumPy, CuPy, JAX or Numba array, a CUDA torch tensor, or an object with __dlpack__",
+        kind,
+    )
 
 
 # ---- device ---------------------------------------------------------------------------------------------------
@@ -494,7 +499,7 @@ MERGE = [
     (lambda o, e: (o, [e[0], e[1].T]), ValueError, "lses[1] must have shape (T, H) = (3, 2), got (2, 3)"),
     (lambda o, e: ([a[0] for a in o], e), ValueError, "outs[0] must have shape (T, H, D)"),
     (lambda o, e: ([o[0], o[1][..., ::-1]], e), ValueError, "last axis of outs[1]"),
-    (lambda o, e: ([o[0], None], e), TypeError, "outs[1] must be a CuPy or NumPy array"),
+    (lambda o, e: ([o[0], None], e), TypeError, "outs[1] must be a NumPy, CuPy, JAX or Numba array"),
 ]
 
 
