@@ -291,8 +291,9 @@ class Program:
                 op, mod = "copy_wait", int("wait_all" in mods)
             else:
                 op, target = "copy", ("offset", offsets[1])
-        elif op == "ldmatrix":
+        elif op in ("ldmatrix", "stmatrix"):
             mod = int("trans" in mods)
+            results = grouped[0] if op == "ldmatrix" else 0
         elif op == "mma":
             mod = int("bf16" in mods)
         elif op == "mbarrier":

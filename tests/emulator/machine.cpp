@@ -23,7 +23,7 @@ using Half = _Float16;
     X(barrier_cluster_wait) X(bfi) X(bfind) X(bra) X(brev) X(clz) X(copysign) X(commit) X(copy) X(copy_wait) X(cvt) X(div) \
     X(ex2) X(fma) X(ld) X(ldmatrix) X(lg2) X(mad) X(mad_wide) X(mapa) X(max) X(min) X(mb_arrive) X(mb_expect) X(mb_init) \
     X(mb_wait) X(mma) X(mov) X(mul) X(mul_hi) X(mul_wide) X(neg) X(nop) X(not_) X(or_) X(pack) X(popc) X(prmt) X(rcp) X(rem) \
-    X(ret) X(selp) X(setp) X(shf) X(shfl) X(shl) X(shr) X(sqrt) X(st) X(st_async) X(sub) X(unpack) X(vote) X(wgmma) \
+    X(ret) X(selp) X(setp) X(shf) X(shfl) X(shl) X(shr) X(sqrt) X(st) X(st_async) X(stmatrix) X(sub) X(unpack) X(vote) X(wgmma) \
     X(wgmma_commit) X(wgmma_wait) X(xor_)
 enum Op { 
 #define X(name) name##_op,
@@ -594,6 +594,18 @@ bool Machine::step(Warp& w, size_t which) {
                     const int g = l / 4, t = 2 * (l % 4);
                     R(k)[l] = i.mod ? m[k][t][g] | (u32)m[k][t + 1][g] << 16 : m[k][g][t] | (u32)m[k][g][t + 1] << 16;
                 });
+            break;
+        }
+        case stmatrix_op: {  // args: address, matrices
+            if (!whole() || run != ~0u) return false;
+            const int n = (int)i.count - 1;
+            for (int k = 0; k < n; ++k)
+                for (int l = 0; l < 32; ++l)
+                    for (int h = 0; h < 2; ++h) {
+                        const int g = l / 4, t = 2 * (l % 4) + h, row = i.mod ? t : g, column = i.mod ? g : t;
+                        const u16 x = (u16)(R(k + 1)[l] >> 16 * h);
+                        memcpy(shared(w, i, 8 * k + row, R(0)[8 * k + row] + i.imm, 16, 16) + 2 * column, &x, 2);
+                    }
             break;
         }
         case mma_op: {  // m16n8k16; mod: 1 bf16. args: d 4, a 4, b 2, c 4
