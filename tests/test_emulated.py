@@ -24,10 +24,7 @@ def gpu(monkeypatch):
     made = device.Gpu()
     device.install(monkeypatch, made)
     yield made
-    from cupy_paged.backends import cuda, cuda_pool
-
-    for cached in (cuda._device, cuda._launch, *[f for f in vars(cuda_pool).values() if hasattr(f, "cache_clear")]):
-        cached.cache_clear()  # nothing of this device is found by later tests
+    device.forget()  # nothing of this device is found by later tests
 
 
 def decode(gpu, call, **more):
