@@ -57,8 +57,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
     const int given = min(partials.count, HEAD_THREADS / WIDTH);
 #pragma unroll 8
     for (int i = 0; i < given; ++i) most = fmaxf(most, maxima[own][i]);
-    // All weights together are at most 1, by a power of two that costs no bits: sums of the largest partials stay finite.
-    most += (float)(32 - __clz(partials.count - 1));
+    // All weights together are below 1, by a power of two that costs no bits: sums of the largest partials stay finite.
+    const float low = (float)(33 - __clz(partials.count - 1));
 
     float sum = 0.f;
     float4 o[VECS];
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
             __syncthreads();
             mine = lse2_of(k1 + thread);
         }
-        weights[own][thread] = mine == neg_inf() ? 0.f : exp2_approx(mine - most);
+        weights[own][thread] = mine == neg_inf() ? 0.f : exp2_approx(mine - most - low);
         __syncthreads();
         for (int k0 = k1 + lane; k0 < end; k0 += LANES * BATCH) {
             if (k0 != lane) fetch(k0);
@@ -110,14 +110,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
         }
     }
     if (!active) return;
-    const float lse2 = sum == 0.f ? neg_inf() : most + log2f(sum);
+    const float lse2 = sum == 0.f ? neg_inf() : most + (log2f(sum) + low);
     float factor = sum == 0.f ? 0.f : 1.f / sum;
     if (p.sink) factor *= sink_factor(lse2, __ldg(p.sink + head));
     if (p.lse && x == 0 && blockIdx.z == 0) p.lse[(long long)row * p.num_heads + head] = lse2 * LN_2;
     char* out = static_cast<char*>(p.out) + 2 * (row * p.out_stride_token + head * p.out_stride_head + dim0);
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
-        const uint2 packed = make_uint2(result_pair<Q_DTYPE == 1>(o[v].x * factor, o[v].y * factor), result_pair<Q_DTYPE == 1>(o[v].z * factor, o[v].w * factor));
+        float x[4] = {o[v].x, o[v].y, o[v].z, o[v].w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {   // the product may overflow by a rounding, or in fp16
+            const float y = x[i] * factor;
+            x[i] = fabsf(x[i]) <= LARGEST_FLOAT ? clamped(y, LARGEST<Q_DTYPE == 1>) : y;
+        }
+        const uint2 packed = make_uint2(pack_pair<Q_DTYPE == 1>(x[0], x[1]), pack_pair<Q_DTYPE == 1>(x[2], x[3]));
         *reinterpret_cast<uint2*>(out + 2 * v * 4 * THREADS_PER_HEAD) = packed;
     }
 }

@@ -14,15 +14,21 @@
 //   PV    warp: O (HEADS, WARP_DIMS) += P (HEADS, TILE) v (TILE, WARP_DIMS)
 //
 // Numerics, FP8 pools. Codes are exact in fp16. q is taken to fp16 after a power of two per head that puts its largest
-// element into [2^14, 2^15). Scores are fp32. The scale of V goes into P: P' = exp2(s + log2 smax - ref), smax the
+// element into [2^14, 2^15) (16-bit pools: stays in its type; bf16 into [2^-11, 2^-10)). Scores are fp32. The scale of V goes into P: P' = exp2(s + log2 smax - ref), smax the
 // slot's largest scale (kept in [2^-80, 2^100]), and each group multiplies it by ratio = scale / smax * up <= 2 in
 // fp16, `up` being a power of two of the group within a segment, which only falls; O is divided by it at the end.
-// l sums exp2(s - ref) in fp32. ref is lazy: it moves when the maximum has grown by more than 2^8, so P' <= 2^14.
+// l sums exp2(s - ref) = P' / smax in fp32. ref is lazy: it moves when the maximum has grown by more than 2^8, so P' <= 2^14.
 // ref and up are proposed by each 8 slots for themselves; after the barrier all take the largest ref and the smallest
 // up, and repair P, ratios, O and l where these moved (rare after a segment's first tiles).
-// 16-bit pools: operands as they are, P in the pool's type, no ratios.
+// 16-bit pools: P in the pool's type, no ratios; in bf16 all P of a segment together are at most 1.
 // A slot outside the pool is zero-filled and gets probability 0; its memory and scale are not read. An empty row
-// gives 0 and -inf. Products are guarded so that finite rows give finite results (SCORE_GUARD, halved exponents).
+// gives 0 and -inf.
+//
+// Range: any finite q, subnormal ones included; any finite row and scale; any softmax_scale that fp32 holds. None of
+// them gives NaN or Inf: sums of products cannot overflow (Q_TOP, SCORE_GUARD), scores are clamped to +-1e37, results
+// to the largest number of out. Exact to the bounds of the tests but for scores of scales below 2^-101, which keep
+// fewer bits (products by q beyond 2^100 only can tell), and for values below 2^-117, which may come out as 0.
+// NaN or Inf in q spoils that head, in a row or its scales the tokens that list it.
 //
 // Shared memory (mma_layout.cuh), D = 512, FP8, groups of 64: 3 stages x 17 KB (32 rows and their scales), partial
 // scores 8 KB, P 1 KB, ratios, refs and segments 2.4 KB: 64 KB, three blocks a multiprocessor. 32 heads: twice the
@@ -40,12 +46,8 @@
 #include "mma_layout.cuh"
 #include "mma_gather.cuh"
 
-// max and min that keep NaN
-DEVICE float clamp_score(float x) {
-    asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(SCORE_MAX));
-    asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-SCORE_MAX));
-    return x;
-}
+// Of an unscaled score: NaN stays, and what overflowed is finite.
+DEVICE float clamp_score(float x) { return clamped(x, SCORE_MAX / BOOST); }
 // 1 / x of a power of two
 DEVICE float inverse_power(float x) { return __int_as_float(0x7f000000 - __float_as_int(x)); }
 // Of values that lane (g, t) has for groups g, g + 8 ..., the one of `group`, uniform in the warp.
@@ -110,13 +112,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
 #pragma unroll
         for (int j = 0; j < (FP8 ? GROUP_TURNS : 1); ++j) up[j] = FP8 ? MOST_UP : 1.f;
 
+        // bf16 pools: all P of a segment together are at most 1, so that no sum of their largest values overflows.
+        const float low = BF16 ? LAZY + (float)(33 - __clz(segment.y)) : 0.f;
         const int tiles = max((segment.y + TILE - 1) / TILE, 1);
         for (int i = 0; i < tiles; ++i) {
             const unsigned at = base + stage * STAGE_BYTES, scales = at + SCALES_AT;
             // Scales of the key tiles this warp does the softmax of: smax of slots 2t, 2t + 1, kept in [2^-80, 2^100], so
             // that l stays in range (up makes good for it), and scale / smax of groups g, g + 8. Made amid QK, whose
             // products leave time for it.
-            float log_smax[SOFT_TURNS][2], inverse[SOFT_TURNS][2], ratio_of[SOFT_TURNS][GROUP_TURNS ? GROUP_TURNS : 1][2];
+            float log_smax[SOFT_TURNS][2], smax[SOFT_TURNS][2], ratio_of[SOFT_TURNS][GROUP_TURNS ? GROUP_TURNS : 1][2];
             auto normalise_scales = [&] {
 #pragma unroll
                 for (int turn = 0; turn < SOFT_TURNS; ++turn) {
@@ -137,9 +141,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
                         for (int x = 4; x < 32; x *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, x));
                         if (most > 0x1p100f && most != -neg_inf()) most = 0x1p100f;   // Inf stays and spoils its tokens
                         log_smax[turn][odd] = log2_approx(most);
-                        inverse[turn][odd] = exp2_approx(-log_smax[turn][odd]);
+                        smax[turn][odd] = most;
+                        const float inverse = exp2_approx(-log_smax[turn][odd]);
 #pragma unroll
-                        for (int j = 0; j < GROUP_TURNS; ++j) ratio_of[turn][j][odd] *= inverse[turn][odd];
+                        for (int j = 0; j < GROUP_TURNS; ++j) ratio_of[turn][j][odd] *= inverse;
                     }
                 }
             };
@@ -169,10 +174,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
                                 const unsigned from = scales + ((n0 + n) * 8 + t + 4 * odd) * SCALE_PITCH + (group0 + j0) * 4;
                                 if (CHAINS == 2) {
                                     const float2 both = lds2(from);
-                                    scale[n][0][odd] = both.x * SCORE_GUARD;
-                                    scale[n][CHAINS - 1][odd] = both.y * SCORE_GUARD;
+                                    scale[n][0][odd] = mul_kept(both.x, SCORE_GUARD);
+                                    scale[n][CHAINS - 1][odd] = mul_kept(both.y, SCORE_GUARD);
                                 } else {
-                                    scale[n][0][odd] = lds(from) * SCORE_GUARD;
+                                    scale[n][0][odd] = mul_kept(lds(from), SCORE_GUARD);
                                 }
                             }
 #pragma unroll
@@ -203,8 +208,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
                                     const float4 r = raw[n][j][m];
                                     const float even = scale[n][j][0], odd = scale[n][j][1];
                                     float4& d = s[n][m];
-                                    if (j0 + j == 0) d = make_float4(r.x * even, r.y * odd, r.z * even, r.w * odd);
-                                    else d = make_float4(d.x + r.x * even, d.y + r.y * odd, d.z + r.z * even, d.w + r.w * odd);
+                                    if (j0 + j == 0) d = make_float4(mul_kept(r.x, even), mul_kept(r.y, odd), mul_kept(r.z, even), mul_kept(r.w, odd));
+                                    else d = make_float4(fma_kept(r.x, even, d.x), fma_kept(r.y, odd, d.y), fma_kept(r.z, even, d.z), fma_kept(r.w, odd, d.w));
                                 }
                     }
                 } else {
@@ -295,15 +300,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
 #pragma unroll
                         for (int w = 1; w < WARPS; ++w) {
                             const float4 e = lds4(base + S_AT + ((w * M_TILES + m) * KEY_TILES + n) * 512 + lane * 16);
-                            s.x += e.x; s.y += e.y; s.z += e.z; s.w += e.w;
+                            s.x = add_kept(s.x, e.x); s.y = add_kept(s.y, e.y); s.z = add_kept(s.z, e.z); s.w = add_kept(s.w, e.w);
                         }
-                        s.x *= to0; s.y *= to0; s.z *= to1; s.w *= to1;
-                        if (FP8) {   // scores of finite rows may have overflown; NaN stays
-                            s.x = clamp_score(s.x) + log_smax[turn][0];
-                            s.y = clamp_score(s.y) + log_smax[turn][1];
-                            s.z = clamp_score(s.z) + log_smax[turn][0];
-                            s.w = clamp_score(s.w) + log_smax[turn][1];
-                        }
+                        // Scores may overflow here for the first time: they are clamped, and NaN stays. Infinite products
+                        // come from infinite elements of 16-bit rows: x - x makes their scores NaN.
+                        s.x = fmaf(clamp_score(mul_kept(s.x, to0)), BOOST, FP8 ? log_smax[turn][0] : s.x - s.x);
+                        s.y = fmaf(clamp_score(mul_kept(s.y, to0)), BOOST, FP8 ? log_smax[turn][1] : s.y - s.y);
+                        s.z = fmaf(clamp_score(mul_kept(s.z, to1)), BOOST, FP8 ? log_smax[turn][0] : s.z - s.z);
+                        s.w = fmaf(clamp_score(mul_kept(s.w, to1)), BOOST, FP8 ? log_smax[turn][1] : s.w - s.w);
                         if (!(valid >> (n * 8 + 2 * t) & 1)) s.x = s.z = neg_inf();
                         if (!(valid >> (n * 8 + 2 * t) & 2)) s.y = s.w = neg_inf();
                         top[0] = fmaxf(top[0], fmaxf(s.x, s.y));
@@ -313,24 +317,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         float x = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
-                        x = fmaxf(x, __shfl_xor_sync(~0u, x, 2)) - HEADROOM;
+                        x = fmaxf(x, __shfl_xor_sync(~0u, x, 2)) - (BF16 ? 0.f : HEADROOM);
                         if (x > near[m][half] + LAZY) near[m][half] = x;
                     }
 #pragma unroll
                     for (int turn = 0; turn < SOFT_TURNS; ++turn) {
                         const int n = warp + turn * WARPS;
                         if (KEY_TILES % WARPS != 0 && n >= KEY_TILES) break;
-                        const float4 e = make_float4(exp2_approx(v[turn].x - near[m][0]), exp2_approx(v[turn].y - near[m][0]),
-                                                     exp2_approx(v[turn].z - near[m][1]), exp2_approx(v[turn].w - near[m][1]));
+                        // exp2(s - ref), and P' = smax times that. The differences come first: scores may be far beyond
+                        // the numbers that are added to them.
+                        const float even = FP8 ? log_smax[turn][0] : low, odd = FP8 ? log_smax[turn][1] : low;
+                        float4 e = make_float4(exp2_approx(v[turn].x - near[m][0] - even), exp2_approx(v[turn].y - near[m][0] - odd),
+                                               exp2_approx(v[turn].z - near[m][1] - even), exp2_approx(v[turn].w - near[m][1] - odd));
+                        sum[m][0] += e.x + e.y;
+                        sum[m][1] += e.z + e.w;
+                        if (FP8) e = make_float4(e.x * smax[turn][0], e.y * smax[turn][1], e.z * smax[turn][0], e.w * smax[turn][1]);
                         const unsigned first = pack_pair<BF16>(e.x, e.y), second = pack_pair<BF16>(e.z, e.w);
                         sts2u(base + P_AT + (m * KEY_TILES + n) * 256 + lane * 8, first, second);
-                        if (FP8) {
-                            sum[m][0] += e.x * inverse[turn][0] + e.y * inverse[turn][1];
-                            sum[m][1] += e.z * inverse[turn][0] + e.w * inverse[turn][1];
-                        } else {
-                            sum[m][0] += e.x + e.y;
-                            sum[m][1] += e.z + e.w;
-                        }
                         if (t == 0) {
                             sts(base + REF_AT + ((m * 16 + g) * KEY_TILES + n) * 4, near[m][0]);
                             sts(base + REF_AT + ((m * 16 + g + 8) * KEY_TILES + n) * 4, near[m][1]);
@@ -380,8 +383,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
 #pragma unroll
                 for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-                    for (int half = 0; half < 2; ++half)
-                        l[m][half] = l[m][half] * exp2_approx(old[m][half] - ref[m][half]) + sum[m][half] * exp2_approx(near[m][half] - ref[m][half]);
+                    for (int half = 0; half < 2; ++half) {   // by square roots: l has a wider range than P'
+                        const float f = exp2_approx(0.5f * (old[m][half] - ref[m][half])), e = exp2_approx(0.5f * (near[m][half] - ref[m][half]));
+                        l[m][half] = l[m][half] * f * f + sum[m][half] * e * e;
+                    }
             } else {
 #pragma unroll
                 for (int m = 0; m < M_TILES; ++m) {
@@ -526,7 +531,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
                     sum += x == neg_inf() ? 0.f : exp2_approx(x - most);
                 }
                 const float log_l = sum == 0.f ? neg_inf() : most + log2f(sum);
-                const float lse2 = sum == 0.f ? neg_inf() : ref[m][half] + log_l;
+                const float lse2 = sum == 0.f ? neg_inf() : ref[m][half] + (log_l + low);
                 if (head >= p.num_heads || !keep) continue;
                 float end = 1.f;
                 if (direct && p.sink) end = sink_factor(lse2, __ldg(p.sink + head));
@@ -546,11 +551,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) decode_mma(const
                     const float4 a = o[m][n], b = o[m][FP8 ? n + 1 : n];
                     float x[4] = {half ? a.z : a.x, half ? (FP8 ? b.z : a.w) : (FP8 ? b.x : a.y), half ? a.w : a.y, half ? b.w : b.y};
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) x[i] = x[i] * step * step * end;
+                    for (int i = 0; i < 4; ++i)   // finite, or NaN; the last product may overflow by a rounding
+                        x[i] = clamped(mul_kept(mul_kept(x[i], step), step) * end, direct ? LARGEST<Q_BF16> : LARGEST_FLOAT);
                     const int dim = FP8 ? n * 8 + 4 * t : n * 8 + 2 * t;
                     if (direct) {
-                        const unsigned first = result_pair<Q_BF16>(x[0], x[1]);
-                        if (FP8) *reinterpret_cast<uint2*>(out + 2 * dim) = make_uint2(first, result_pair<Q_BF16>(x[2], x[3]));
+                        const unsigned first = pack_pair<Q_BF16>(x[0], x[1]);
+                        if (FP8) *reinterpret_cast<uint2*>(out + 2 * dim) = make_uint2(first, pack_pair<Q_BF16>(x[2], x[3]));
                         else *reinterpret_cast<unsigned*>(out + 2 * dim) = first;
                     } else if (FP8) {
                         *reinterpret_cast<float4*>(part + dim) = make_float4(x[0], x[1], x[2], x[3]);

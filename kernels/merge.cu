@@ -48,14 +48,16 @@ extern "C" __global__ void __launch_bounds__(128) merge(const __grid_constant__ 
     const float lse = empty ? neg_inf() : most + logf(sum);
     float factor = empty ? 0.f : 1.f / sum;
     if (p.sink && !empty) factor *= 1.f / (1.f + expf(p.sink[head] - lse));
+    const float half = 0.5f * factor;
     if (threadIdx.x == 0) p.lse[row] = lse;
     for (int d = threadIdx.x; d < p.head_dim; d += blockDim.x) {
         float acc = 0.f;
         for (int i = 0; i < p.num_parts; ++i) {
             const Part& part = p.parts[i];
-            if (weights[i] != 0.f) acc += weights[i] * factor * load(part.out, token * part.out_token + head * part.out_head + d);
+            if (weights[i] != 0.f) acc += weights[i] * half * load(part.out, token * part.out_token + head * part.out_head + d);
         }
-        if (DTYPE != 3) acc = saturated<DTYPE == 1>(acc);   // sums of weights may exceed 1 by a rounding
+        // Sums of weights may exceed 1 by a rounding: what is finite stays finite.
+        acc = fabsf(acc) <= LARGEST_FLOAT ? clamped(2.f * acc, DTYPE == 3 ? LARGEST_FLOAT : LARGEST<DTYPE == 1>) : acc;
         const long long at = row * p.head_dim + d;
         if (DTYPE == 1) static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16_rn(acc);
         else if (DTYPE == 2) static_cast<__half*>(p.out)[at] = __float2half_rn(acc);

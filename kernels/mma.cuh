@@ -10,6 +10,20 @@ constexpr float LN_2 = 0.6931471805599453f;
 DEVICE float neg_inf() { return __int_as_float(0xff800000); }
 DEVICE float exp2_approx(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 DEVICE float log2_approx(float x) { float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+// CuPy compiles with -ftz=true; these keep subnormal numbers, at the same cost.
+DEVICE float mul_kept(float a, float b) { float r; asm("mul.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
+DEVICE float add_kept(float a, float b) { float r; asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
+DEVICE float fma_kept(float a, float b, float c) {
+    float r; asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c)); return r;
+}
+// 2^e, e from -149 to 127
+DEVICE float power(int e) { return __int_as_float(e < -126 ? 1 << (149 + e) : (127 + e) << 23); }
+// max and min that keep NaN
+DEVICE float clamped(float x, float limit) {
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(limit));
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-limit));
+    return x;
+}
 DEVICE unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
 // base + row * stride in one instruction
@@ -74,9 +88,10 @@ DEVICE unsigned pack_bf16(float low, float high) {
 }
 template <bool BF16> DEVICE unsigned pack_pair(float low, float high) { return BF16 ? pack_bf16(low, high) : pack_half(low, high); }
 // The same for results: what is finite stays finite, at the largest number of the dtype if need be; Inf and NaN stay.
+constexpr float LARGEST_FLOAT = 3.402823466e38f;
+template <bool BF16> constexpr float LARGEST = BF16 ? 3.38953139e38f : 65504.f;
 template <bool BF16> DEVICE float saturated(float x) {
-    constexpr float LARGEST = BF16 ? 3.38953139e38f : 65504.f;
-    return fabsf(x) <= 3.402823466e38f ? fminf(fmaxf(x, -LARGEST), LARGEST) : x;
+    return fabsf(x) <= LARGEST_FLOAT ? fminf(fmaxf(x, -LARGEST<BF16>), LARGEST<BF16>) : x;
 }
 template <bool BF16> DEVICE unsigned result_pair(float low, float high) {
     return pack_pair<BF16>(saturated<BF16>(low), saturated<BF16>(high));

@@ -163,13 +163,13 @@ struct Queries {
     DEVICE void load(const DecodeParams& p, unsigned base, int row, int warp, int lane) {
         const int g = lane >> 2, t = lane & 3, head0 = blockIdx.y * HEADS;
         const char* q = static_cast<const char*>(p.q);
-        float most[M_TILES][2];
+        unsigned most[M_TILES][2];   // pairs of largest magnitudes, as bits: Inf and NaN are above all else
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int head = head0 + 16 * m + 8 * half + g;
-                most[m][half] = 0.f;
+                most[m][half] = 0;
                 const char* from = q + 2 * (row * p.q_stride_token + head * p.q_stride_head + warp * WARP_DIMS);
 #pragma unroll
                 for (int k = 0; k < K_STEPS; ++k) {
@@ -186,45 +186,37 @@ struct Queries {
                     }
                     a[m][k][half] = x;
                     a[m][k][2 + half] = y;
-                    if (FP8) {
-                        const float2 u = unpack_pair<Q_BF16>(x), v = unpack_pair<Q_BF16>(y);
-                        most[m][half] = fmaxf(most[m][half], fmaxf(fmaxf(fabsf(u.x), fabsf(u.y)), fmaxf(fabsf(v.x), fabsf(v.y))));
-                    }
+                    most[m][half] = __vmaxu2(most[m][half], __vmaxu2(x & 0x7fff7fffu, y & 0x7fff7fffu));
                 }
             }
-        if (!FP8) {
-#pragma unroll
-            for (int m = 0; m < M_TILES; ++m) to_log2[m][0] = to_log2[m][1] = p.scale_log2;
-            return;
-        }
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                float x = most[m][half];
-                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-                x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-                if (t == 0) sts(base + QMAX_AT + ((16 * m + 8 * half + g) * 8 + warp) * 4, x);
+                unsigned x = most[m][half];
+                x = __vmaxu2(x, __shfl_xor_sync(~0u, x, 1));
+                x = __vmaxu2(x, __shfl_xor_sync(~0u, x, 2));
+                if (t == 0) stsu(base + QMAX_AT + ((16 * m + 8 * half + g) * 8 + warp) * 4, max(x & 0xffff, x >> 16));
             }
         __syncthreads();
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                float x = 0.f;
+                unsigned x = 0;
 #pragma unroll
-                for (int w = 0; w < WARPS; ++w) x = fmaxf(x, lds(base + QMAX_AT + ((16 * m + 8 * half + g) * 8 + w) * 4));
-                // 2^e with e = 14 - exponent of the largest element; a zero, infinite or NaN q keeps e in range.
-                int e = 14 - (int)((__float_as_uint(x) >> 23 & 0xff) - 127);
-                e = min(max(e, -80), 120);
-                const float up = __int_as_float((127 + e) << 23), down = __int_as_float((127 - e) << 23);
-                to_log2[m][half] = down * (p.scale_log2 / SCORE_GUARD);
+                for (int w = 0; w < WARPS; ++w) x = max(x, ldsu(base + QMAX_AT + ((16 * m + 8 * half + g) * 8 + w) * 4));
+                // 2^e takes the largest element to Q_TOP, a subnormal one less far. Infinite or NaN q: all scores are NaN.
+                const int e = min(Q_TOP - (Q_BF16 ? (int)(x >> 7) - 127 : (int)(x >> 10) - 15), 127);
+                const int back = GUARD_LOG2 - BOOST_LOG2 - e;
+                const float up = power(e), to = mul_kept(mul_kept(p.scale_log2, power(back / 2)), power(back - back / 2));
+                to_log2[m][half] = x < (Q_BF16 ? 0x7f80 : 0x7c00) ? clamped(to, LARGEST_FLOAT) : __int_as_float(0x7fffffff);
 #pragma unroll
                 for (int k = 0; k < K_STEPS; ++k)
 #pragma unroll
                     for (int i = half; i < 4; i += 2) {
                         const float2 v = unpack_pair<Q_BF16>(a[m][k][i]);
-                        a[m][k][i] = pack_half(v.x * up, v.y * up);
+                        a[m][k][i] = pack_pair<BF16>(mul_kept(v.x, up), mul_kept(v.y, up));
                     }
             }
     }

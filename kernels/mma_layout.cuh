@@ -48,9 +48,16 @@ static_assert(SHARED_BYTES <= SHARED, "the host gives less shared memory than th
 
 constexpr float HEADROOM = 6.f;       // log2: P' of the largest score at a fresh reference
 constexpr float LAZY = 8.f;           // log2: growth of the maximum before the reference moves
-constexpr float FLOOR_REF = -1e30f;
-constexpr float SCORE_GUARD = 0x1p-30f;   // scales are taken down by it in QK, so that no partial sum overflows
-constexpr float SCORE_MAX = 1e37f;
+constexpr float FLOOR_REF = -2e38f;       // below any score, and less any score still finite
+// Powers of two that keep sums of products in fp32's range. q is brought to [2^Q_TOP, 2^(Q_TOP + 1)) a head; a row of
+// 512 of an FP8 pool's largest values, or a bf16 pool's, by it then stays below 2^127, in FP8 pools with GUARD taken
+// from the scales.
+constexpr int Q_TOP = BF16 ? -11 : 14;
+constexpr int GUARD_LOG2 = FP8 ? 25 : 0;
+constexpr float SCORE_GUARD = FP8 ? 0x1p-25f : 1.f;
+constexpr int BOOST_LOG2 = 12;            // of the factor that takes products to scores: applied apart, after the clamp
+constexpr float BOOST = 0x1p12f;
+constexpr float SCORE_MAX = 1e37f;        // of a score in log2 units
 constexpr float MOST_UP = 0x1p100f;
 
 extern __shared__ __align__(1024) unsigned char smem[];

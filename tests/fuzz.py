@@ -40,7 +40,19 @@ from faults import (  # noqa: E402
 import cupy_paged  # noqa: E402
 
 LENGTHS = [0, 0, 1, 1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 500, 700]
-VALUES = ["normal", "normal", "normal", "outliers", "zeros", "tiny", "extremes", "spread", "constant"]
+VALUES = [
+    "normal",
+    "normal",
+    "normal",
+    "outliers",
+    "zeros",
+    "tiny",
+    "extremes",
+    "spread",
+    "constant",
+    "largest",
+    "subnormal",
+]
 INDICES = ["random", "random", "sorted", "repeated", "one slot", "all skipped", "some skipped", "descending"]
 
 
@@ -63,6 +75,10 @@ def floats(rng, shape, pattern):
         x *= 10.0 ** rng.uniform(-6, 3, shape[:-1] + (1,) * bool(shape))
     elif pattern == "constant":
         x[...] = rng.uniform(-2, 2)
+    elif pattern == "largest":  # of the dtype, once clipped to it
+        x = np.copysign(np.inf, x if rng.random() < 0.5 else 1.0 + 0 * x)
+    elif pattern == "subnormal":  # of bf16 or fp16
+        x = rng.integers(-9, 10, shape) * float(rng.choice([2.0**-133, 2.0**-24]))
     return x
 
 
@@ -92,9 +108,13 @@ def decode_case(rng, size=1.0):
             codes = (codes + (codes >= 127)).view(FP8)
             if values == "zeros":
                 codes[rng.random(shape) < 0.9] = 0
-            if values == "constant":
+            if values in ("constant", "largest"):
                 codes[...] = 448
-            low, high = {"tiny": (-44, -30), "extremes": (20, 35.9), "spread": (-8, 4)}.get(values, (-3, 0))
+            low, high = {
+                "tiny": (-44, -30), "extremes": (20, 35.9), "spread": (-8, 4), "largest": (35.88, 35.88), "subnormal": (-44, -37.5)
+            }.get(values, (-3, 0))  # fmt: skip
+            if rng.random() < 0.1:  # all that float32 has
+                low, high = -38, 35.88
             scales = (10.0 ** rng.uniform(low, high, (pages, d // group))).astype(F32)
             scales[rng.random(scales.shape) < 0.02] = 0
         call |= {"unified_kv": codes, "kv_scales": scales, "group_size": group}
@@ -139,7 +159,7 @@ def exact(call, options):
     - what a change of the scores by 2**-20 of their terms does (float32 sums of 512 terms), and by q's elements that
       are 2**-38 of the head's largest (q in fp16 after one power of two per head),
     - the spacing of the output's subnormal numbers, and float32's smallest normal number, under which scales and
-      sums are flushed to zero.
+      sums are flushed to zero: times 448 in a value, and times q in a score.
     """
     q, indptr = call["q"].astype(np.float64), call["kv_indptr"]
     rows = oracle.dequantized(call["unified_kv"], call.get("kv_scales"), call.get("group_size", 64))
@@ -159,6 +179,8 @@ def exact(call, options):
         terms = abs(scale) * (np.abs(q[i]) @ np.abs(kv).T)
         flushed = abs(scale) * d * np.abs(q[i]).max(axis=1) * np.abs(kv).max() * 2.0**-38
         delta = terms.max(axis=1) * 2.0**-20 + flushed
+        if kind(call)[1] == "fp8":
+            delta += abs(scale) * np.abs(q[i]).sum(axis=1) * 448 * 2.0**-125
         top = scores.max(axis=1, keepdims=True)
         weights = np.exp(scores - top) * counts
         total = weights.sum(axis=1, keepdims=True)

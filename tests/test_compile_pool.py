@@ -48,6 +48,7 @@ KERNELS = {
     "gather": ("move.cu", MOVE),
     "scatter": ("move.cu", MOVE | {"GATHER": 0, "INDEX_BYTES": 8, "ALIGNED": 0}),
     "lists": ("indices.cu", {}),
+    "split": ("split.cu", {"CHUNK": 2048}),
 }
 
 

@@ -1,0 +1,517 @@
+"""Decode over a pool whose pages are dealt out to the ranks of a communicator (context parallelism).
+
+Page p belongs to rank ``p % size`` and is that rank's page ``p // size``, so pages keep their places when the pool grows.
+Slot ids are those of the whole pool everywhere. A rank takes its own slots out of the call's lists on the device, decodes
+all heads of all tokens over them without the sink, and the partial results are exchanged and merged with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from . import arrays, checks, checks_pool
+from .arrays import Array, view
+from .backends.cuda_split import chunks
+from .pool import PagedKV
+from .storage import _optional
+
+LAYOUTS = ("all", "heads", "tokens")
+
+
+class Communicator(Protocol):
+    """What a pool needs of the ranks: two collectives over contiguous NumPy or CuPy arrays.
+
+    `send` and `receive` have the rank as their first axis where there is one. Work is queued on `stream` (an address;
+    0 for NumPy arrays) and must have the semantics of NCCL: every rank makes the same calls in the same order.
+    """
+
+    rank: int
+    size: int
+
+    def all_gather(self, send: Any, receive: Any, stream: int) -> None:
+        """``receive[r]`` becomes rank r's `send`, on every rank."""
+
+    def all_to_all(self, send: Any, receive: Any, stream: int) -> None:
+        """``receive[r]`` becomes rank r's ``send[rank]``."""
+
+
+class NumpyGroup:
+    """Ranks that are threads of one process, over NumPy arrays: for tests and examples.
+
+    Parameters
+    ----------
+    size : int
+    timeout : float
+        Seconds after which a rank that waits for the others raises.
+    """
+
+    def __init__(self, size: int, timeout: float = 30.0) -> None:
+        self.size = checks.positive_int("size", size)
+        self._timeout = timeout
+        self._barrier = threading.Barrier(size)
+        self._sent: list[Any] = [None] * size
+
+    def rank(self, number: int) -> Communicator:
+        """The communicator of one rank."""
+        return _NumpyRank(self, number)
+
+    def _meet(self) -> None:
+        try:
+            self._barrier.wait(self._timeout)
+        except threading.BrokenBarrierError:
+            raise RuntimeError(
+                f"not all of {self.size} ranks came to a collective within {self._timeout} s: one has failed or makes other calls"
+            ) from None
+
+
+class _NumpyRank:
+    def __init__(self, group: NumpyGroup, rank: int) -> None:
+        self._group, self.rank, self.size = group, rank, group.size
+
+    def _exchange(self, send: Any, receive: Any, mine: Any) -> None:
+        group = self._group
+        group._sent[self.rank] = send
+        group._meet()
+        parts = [mine(sent) for sent in group._sent]
+        fits = all(p.nbytes == receive[r].nbytes for r, p in enumerate(parts))
+        if fits:
+            for r, part in enumerate(parts):
+                receive[r].view(np.uint8)[...] = part.view(np.uint8)
+        group._meet()  # nobody changes what another still reads
+        if not fits:
+            raise ValueError(f"the ranks exchange different amounts: {[int(s.nbytes) for s in group._sent]} bytes")
+
+    def all_gather(self, send: Any, receive: Any, stream: int) -> None:
+        self._exchange(send, receive, lambda sent: sent)
+
+    def all_to_all(self, send: Any, receive: Any, stream: int) -> None:
+        self._exchange(send, receive, lambda sent: sent[self.rank])
+
+
+class Nccl:
+    """A `Communicator` over ``cupy.cuda.nccl.NcclCommunicator``."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._comm = communicator
+        self.rank, self.size = int(communicator.rank_id()), int(communicator.size())
+
+    def all_gather(self, send: Any, receive: Any, stream: int) -> None:
+        from cupy.cuda import nccl
+
+        self._comm.allGather(send.data.ptr, receive.data.ptr, send.nbytes, nccl.NCCL_UINT8, stream)
+
+    def all_to_all(self, send: Any, receive: Any, stream: int) -> None:
+        from cupy.cuda import nccl
+
+        share = send.nbytes // self.size
+        nccl.groupStart()
+        for r in range(self.size):
+            self._comm.send(send.data.ptr + r * share, share, nccl.NCCL_UINT8, r, stream)
+            self._comm.recv(receive.data.ptr + r * share, share, nccl.NCCL_UINT8, r, stream)
+        nccl.groupEnd()
+
+
+class Torch:
+    """A `Communicator` over a ``torch.distributed`` process group (NCCL).
+
+    Parameters
+    ----------
+    group : ProcessGroup, optional
+        Default: the default group, which must have been initialised.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        import torch
+
+        self._torch, self._group = torch, group
+        self.rank, self.size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+
+    def _tensors(self, *given: Any) -> list[Any]:
+        return [self._torch.from_dlpack(a.reshape(-1).view("uint8")) for a in given]
+
+    def _stream(self, stream: int, device: int) -> Any:
+        return self._torch.cuda.stream(self._torch.cuda.ExternalStream(stream, device=device))
+
+    def all_gather(self, send: Any, receive: Any, stream: int) -> None:
+        with self._stream(stream, send.device.id):
+            sent, received = self._tensors(send, receive)
+            self._torch.distributed.all_gather_into_tensor(received, sent, group=self._group)
+
+    def all_to_all(self, send: Any, receive: Any, stream: int) -> None:
+        with self._stream(stream, send.device.id):
+            sent, received = self._tensors(send, receive)
+            self._torch.distributed.all_to_all_single(received, sent, group=self._group)
+
+
+def communicator(given: Any) -> Communicator:
+    """`given` as a `Communicator`: one already, an NcclCommunicator, a cupyx.distributed backend or a torch process group."""
+    if all(hasattr(given, name) for name in ("rank", "size", "all_gather", "all_to_all")) and not callable(given.size):
+        if type(given).__module__.startswith("cupyx."):
+            return Nccl(given._comm)
+        result: Communicator = given
+        return result
+    if hasattr(given, "allGather"):
+        return Nccl(given)
+    if type(given).__module__.partition(".")[0] == "torch":
+        return Torch(given)
+    raise TypeError(
+        "comm must be a cupy.cuda.nccl.NcclCommunicator, a cupyx.distributed NCCLBackend, a torch process group or an object "
+        f"with rank, size, all_gather and all_to_all, got {type(given).__module__}.{type(given).__qualname__}"
+    )
+
+
+def owned_pages(num_pages: int, rank: int, size: int) -> int:
+    """How many of `num_pages` pages rank `rank` of `size` has."""
+    return (num_pages - rank + size - 1) // size
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """What calls of one shape write beside their results; kept, because captured graphs hold their addresses."""
+
+    indices: Any  # (nnz,) int32
+    indptr: Any  # (T + 1,) int32
+    counts: Any  # (chunks,) int32
+    part: Any  # (T, H, D) of q's dtype
+    part_lse: Any  # (T, H) float32
+    sent: Any  # 'heads': (N, T, H / N, D) of q's dtype, (N, T, H / N) float32
+    received: Any
+    workspace: Any
+
+
+class ShardedKV:
+    """This rank's pages of a pool that is dealt out to the ranks of a communicator.
+
+    Parameters
+    ----------
+    comm : Communicator, NcclCommunicator, cupyx.distributed NCCLBackend, or torch process group
+    num_pages : int
+        Of the whole pool.
+    page_size, head_dim, dtype, group_size, scale_format, device
+        As for `PagedKV`.
+
+    Attributes
+    ----------
+    local : PagedKV
+        The pages ``rank, rank + size, ...``.
+    """
+
+    def __init__(self, comm: Any, num_pages: int, page_size: int = 1, head_dim: int = 512, **options: Any) -> None:
+        self._comm = communicator(comm)
+        self._num_pages = checks.positive_int("num_pages", num_pages, 0)
+        self.local = PagedKV(owned_pages(num_pages, self.rank, self.size), page_size, head_dim, **options)
+        self._buffers: dict[tuple[Any, ...], _Buffers] = {}
+
+    @classmethod
+    def from_arrays(cls, comm: Any, num_pages: int, codes: Any, scales: Any = None, **options: Any) -> ShardedKV:
+        """A pool over existing arrays: this rank's pages in order, as `PagedKV.from_arrays` takes them."""
+        self = cls.__new__(cls)
+        self._comm = communicator(comm)
+        self._num_pages = checks.positive_int("num_pages", num_pages, 0)
+        self._buffers = {}
+        self.local = PagedKV.from_arrays(codes, scales, **options)
+        expected = owned_pages(num_pages, self.rank, self.size)
+        if self.local.num_pages != expected:
+            raise ValueError(
+                f"codes must hold the {expected} pages of rank {self.rank} of {self.size} (pages {self.rank}, "
+                f"{self.rank + self.size}, ... of {num_pages}), got {self.local.num_pages}"
+            )
+        return self
+
+    @property
+    def rank(self) -> int:
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:
+        return self._comm.size
+
+    @property
+    def num_pages(self) -> int:
+        """Of the whole pool."""
+        return self._num_pages
+
+    @property
+    def num_slots(self) -> int:
+        """Of the whole pool."""
+        return self._num_pages * self.local.page_size
+
+    def grow(self, num_pages: int) -> None:
+        """Make the whole pool larger; see `PagedKV.grow`. No communication; every rank calls it alike."""
+        pages = checks.positive_int("num_pages", num_pages, 0)
+        if pages < self._num_pages:
+            raise ValueError(f"grow makes a pool larger: it has {self._num_pages} pages, got {pages}")
+        self.local.grow(owned_pages(pages, self.rank, self.size))
+        self._num_pages = pages
+
+    def store(self, slots: Any, kv: Any, *, stream: Any = None, **options: Any) -> None:
+        """Write rows kv (T, D) into `slots` (T,) of the whole pool: every rank is given all rows and keeps its own.
+
+        See `store_kv` for the options. No communication.
+        """
+        checks.require(slots=slots, kv=kv)
+        where = view("slots", slots)
+        checks_pool.indices("slots", where)
+        at = self._address(where, stream)
+        with arrays.on_device(where, at):
+            mine = arrays.empty(where, where.shape, "int32")
+            self._split().localise(where, mine, self._geometry(), at)
+            self.local.store(mine.obj, kv, stream=None if where.kind == "numpy" else at, **options)
+
+    def prepare(self, q: Any, nnz: int, layout: str = "all") -> None:
+        """Agree with the other ranks on a shape and make its buffers; `decode` does so at the first call of each.
+
+        A collective that waits for the host: outside graph captures only.
+
+        Parameters
+        ----------
+        q : (T, H, D) array
+            Of the calls to come; its values do not matter.
+        nnz : int
+            Length of kv_indices.
+        layout : {'all', 'heads', 'tokens'}
+
+        Raises
+        ------
+        ValueError
+            On every rank, if the ranks disagree on the shapes, the pool or the layout.
+        """
+        q_ = view("q", q)
+        checks.ndim("q", q_, 3, "(T, H, D)")
+        self._prepared(q_, checks.positive_int("nnz", nnz, 0), layout)
+
+    def decode(
+        self,
+        q: Any,
+        kv_indices: Any,
+        kv_indptr: Any,
+        attn_sink: Any = None,
+        softmax_scale: float | None = None,
+        *,
+        layout: str = "all",
+        stream: Any = None,
+    ) -> tuple[Any, Any]:
+        """Attention over the whole pool; every rank makes the same call, with the same q, lists and sink.
+
+        Parameters
+        ----------
+        q, kv_indices, kv_indptr, attn_sink, softmax_scale, stream
+            As for `paged_decode`; slot ids are those of the whole pool.
+        layout : {'all', 'heads', 'tokens'}
+            What each rank gets: everything; the heads ``[rank * H / size, (rank + 1) * H / size)``; or the tokens
+            ``[rank * T / size, ...)``. The last two exchange 1 / size of the bytes.
+
+        Returns
+        -------
+        out : (T, H, D), (T, H / size, D) or (T / size, H, D) array of q's kind and dtype
+        lse : the same without D, float32
+            Log-sum-exp over the whole pool, sink excluded.
+        """
+        checks.require(q=q, kv_indices=kv_indices, kv_indptr=kv_indptr)
+        q_, indices, indptr = view("q", q), view("kv_indices", kv_indices), view("kv_indptr", kv_indptr)
+        sink = _optional("attn_sink", attn_sink)
+        pool, scales = self.local._codes, self.local._scales
+        problem = checks.decode(q_, pool, indices, indptr, sink, scales, None, self.local.group_size, 0, False)
+        scale = problem.head_dim**-0.5 if softmax_scale is None else checks.finite("softmax_scale", softmax_scale)
+        buffers = self._prepared(q_, problem.nnz, layout)
+        at = self._address(q_, stream)
+        with arrays.on_device(q_, at):
+            mine, bounds = view("kv_indices", buffers.indices), view("kv_indptr", buffers.indptr)
+            self._split().split(indices, indptr, mine, bounds, view("counts", buffers.counts), self._geometry(), at)
+            part, part_lse = view("part", buffers.part), view("part_lse", buffers.part_lse)
+            if q_.kind == "numpy":
+                from .backends import numpy as host
+
+                host.decode(problem, q_, pool, mine, bounds, None, scales, scale, part, part_lse)
+            elif problem.num_tokens:
+                from .backends import cuda
+
+                workspace = view("workspace", buffers.workspace)
+                cuda.decode(problem, q_, pool, mine, bounds, None, scales, scale, part, part_lse, workspace, at)
+            return self._merged(q_, buffers, sink, layout, at)
+
+    def _merged(self, q: Array, buffers: _Buffers, sink: Array | None, layout: str, stream: int) -> tuple[Any, Any]:
+        n, (tokens, heads, _) = self.size, q.shape
+        for kind, mine in enumerate((buffers.part, buffers.part_lse)):
+            send, receive = mine, buffers.received[kind]
+            if layout == "heads":
+                send = buffers.sent[kind]
+                send[...] = mine.reshape(tokens, n, heads // n, *mine.shape[2:]).swapaxes(0, 1)
+            elif layout == "tokens":
+                send = mine.reshape(n, tokens // n, *mine.shape[1:])
+            if layout == "all":
+                self._comm.all_gather(send, receive, stream)
+            else:
+                self._comm.all_to_all(send, receive, stream)
+        outs = [view("outs", part) for part in buffers.received[0]]
+        lses = [view("lses", part) for part in buffers.received[1]]
+        if sink is not None and layout == "heads":
+            sink = view("attn_sink", arrays.raw(sink)[self.rank * heads // n : (self.rank + 1) * heads // n])
+        out, lse = arrays.empty(q, outs[0].shape, q.dtype), arrays.empty(q, lses[0].shape, "float32")
+        if q.kind == "numpy":
+            from .backends import numpy as host
+
+            host.merge(outs, lses, sink, out, lse)
+        elif 0 not in out.shape:
+            from .backends import cuda_merge
+
+            cuda_merge.merge(outs, lses, sink, out, lse, stream)
+        return arrays.result(out), arrays.result(lse)
+
+    def _prepared(self, q: Array, nnz: int, layout: str) -> _Buffers:
+        key = (q.kind, q.device, q.shape, q.dtype, nnz, layout)
+        found = self._buffers.get(key)
+        if found is None:
+            found = self._buffers[key] = self._make(q, nnz, layout)
+        return found
+
+    def _make(self, q: Array, nnz: int, layout: str) -> _Buffers:
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+        tokens, heads, head_dim = q.shape
+        n = self.size
+        if n > checks.MAX_PARTS:
+            raise ValueError(f"a pool can be dealt out to at most {checks.MAX_PARTS} ranks, got {n}")
+        for wanted, axis, extent in (("heads", "num_heads", heads), ("tokens", "num_tokens", tokens)):
+            if layout == wanted and extent % n:
+                raise ValueError(f"layout={layout!r} needs {axis} divisible by the {n} ranks, got {extent}")
+        self._agree(q, nnz, layout)
+        shape = {"all": (tokens, heads), "heads": (tokens, heads // n), "tokens": (tokens // n, heads)}[layout]
+        with arrays.on_device(q):
+
+            def make(shape: tuple[int, ...], dtype: str) -> Any:
+                return arrays.empty(q, shape, dtype).obj
+
+            received = make((n, *shape, head_dim), q.dtype), make((n, *shape), "float32")
+            staged = layout == "heads"
+            sent = (make((n, *shape, head_dim), q.dtype), make((n, *shape), "float32")) if staged else None
+            size = 0
+            if q.kind != "numpy":
+                from . import ops
+
+                size = ops.workspace_size(
+                    tokens, heads, head_dim, nnz, q_dtype=q.dtype, kv_dtype=self.local.dtype,
+                    page_size=self.local.page_size, group_size=self.local.group_size, device=q.device,
+                )  # fmt: skip
+            return _Buffers(
+                make((nnz,), "int32"),
+                make((tokens + 1,), "int32"),
+                make((chunks(nnz),), "int32"),
+                make(q.shape, q.dtype),
+                make((tokens, heads), "float32"),
+                sent,
+                received,
+                make((max(size, 1),), "uint8"),
+            )
+
+    def _agree(self, q: Array, nnz: int, layout: str) -> None:
+        """Every rank learns what the others are about to do; ValueError on all of them if it differs."""
+        names = ("T", "H", "D", "nnz", "layout", "q's dtype", "num_pages", "page_size", "pool dtype")
+        dtypes = sorted(arrays.ITEMSIZE)
+        mine = [
+            *q.shape, nnz, LAYOUTS.index(layout), dtypes.index(q.dtype), self._num_pages, self.local.page_size,
+            dtypes.index(self.local.dtype),
+        ]  # fmt: skip
+        with arrays.on_device(q):
+            at = 0 if q.kind == "numpy" else arrays.current_stream(q)
+            send: Any = np.array(mine)
+            if q.kind != "numpy":
+                import cupy
+
+                send = cupy.asarray(send)
+            receive = arrays.empty(q, (self.size, len(mine)), "int64").obj
+            self._comm.all_gather(send, receive, at)
+            every = receive if q.kind == "numpy" else receive.get()
+        for i, name in enumerate(names):
+            if (every[:, i] != every[0, i]).any():
+                raise ValueError(f"the ranks disagree on {name}: {every[:, i].tolist()} (rank 0 first)")
+
+    def _geometry(self) -> tuple[int, int, int, int]:
+        """(rank, size, page_size, num_slots)"""
+        return self.rank, self.size, self.local.page_size, self.num_slots
+
+    def _address(self, a: Array, stream: Any) -> int:
+        if a.kind == "numpy":
+            return 0
+        return arrays.current_stream(a) if stream is None else arrays.stream_address(stream)
+
+    def _split(self) -> Any:
+        if self.local._codes.kind == "numpy":
+            from .backends import numpy_split
+
+            return numpy_split
+        from .backends import cuda_split
+
+        return cuda_split
+
+
+class Cost(NamedTuple):
+    """What `cost` expects of one call on each rank, in bytes and microseconds."""
+
+    bytes_received: int
+    exchange_us: float
+    decode_us: float
+    merge_us: float
+    one_gpu_us: float
+
+    @property
+    def us(self) -> float:
+        return self.exchange_us + self.decode_us + self.merge_us
+
+
+def cost(
+    size: int,
+    num_tokens: int,
+    num_heads: int,
+    length: int,
+    *,
+    layout: str = "all",
+    head_dim: int = 512,
+    group_size: int = 64,
+    link_gbs: float = 400.0,
+    memory_gbs: float = 3500.0,
+    overhead_us: float = 8.0,
+    collective_us: float = 12.0,
+) -> Cost:
+    """A model of a decode over `size` GPUs, for choosing a layout; memory and link rates bind, arithmetic does not.
+
+    Parameters
+    ----------
+    size, num_tokens, num_heads, length : int
+        Ranks; T, H and slots of each token, evenly spread over the pages.
+    layout : {'all', 'heads', 'tokens'}
+    link_gbs : float
+        What a GPU receives from the others in a second, 10^9 bytes.
+    memory_gbs : float
+        At which it gathers rows.
+    overhead_us : float
+        Of launching a decode, and of the merge beside its traffic.
+    collective_us : float
+        Of a collective of few bytes.
+    """
+    row_bytes = head_dim + 4 * (head_dim // group_size)
+    partial_bytes = num_tokens * num_heads * (2 * head_dim + 4)  # bf16 and lse
+    received = partial_bytes * (size - 1) // (1 if layout == "all" else size)
+    kept = partial_bytes if layout == "all" else partial_bytes // size
+    rows_us = num_tokens * length * row_bytes / memory_gbs / 1e3
+    return Cost(
+        received,
+        (2 * collective_us if size > 1 else 0.0) + received / link_gbs / 1e3,
+        overhead_us + rows_us / size,
+        overhead_us + (size + 1) * kept / memory_gbs / 1e3 if size > 1 else 0.0,
+        overhead_us + rows_us,
+    )
+
+
+def pays_from(size: int, num_tokens: int, num_heads: int, **options: Any) -> int:
+    """The shortest length, to a multiple of 64, from which `size` GPUs are expected to beat one; options as for `cost`."""
+    low, high = 1, 1 << 25
+    while low < high:
+        middle = (low + high) // 2
+        expected = cost(size, num_tokens, num_heads, 64 * middle, **options)
+        low, high = (low, middle) if expected.us < expected.one_gpu_us else (middle + 1, high)
+    return 64 * low
