@@ -251,6 +251,9 @@ class Program:
             op += "_wide"
         elif op == "mul" and "hi" in mods:
             op = "mul_hi"
+        elif op == "cvt" and "sat" in mods and types == ["f32", "f32"]:
+            op, mod = "fma", 1  # times 1, plus -0
+            operands += [0x3F800000, 0x80000000]
         elif op == "cvt":
             kind, mod = types[0], TYPES.index(types[1])
             imm = next((n for n, r in enumerate(("n", "z", "m", "p")) if {"r" + r, f"r{r}i"} & set(mods)), 1)
@@ -275,6 +278,8 @@ class Program:
             mod, imm = ["all", "any", "ballot", "uni"].index(mods[1]), negated_operand
         elif op == "shf":
             mod = ("r" in mods) + 2 * ("clamp" in mods)
+        elif op == "fma":
+            mod = ("sat" in mods) + 2 * ("rm" in mods)
         elif op == "bfind":
             mod = int("shiftamt" in mods)
         elif op in ("bar", "barrier"):

@@ -115,7 +115,7 @@ def install(monkeypatch, gpu):
     forget()
     names = {"bfloat16": arrays._ML_DTYPES["bfloat16"], "float8_e4m3fn": np.uint8}
 
-    def empty(like, shape, dtype):
+    def empty(like, shape, dtype, stream=None):
         if like.kind == "numpy":
             return made(like, shape, dtype)
         return arrays.view("", gpu.empty(shape, np.dtype(names.get(dtype, dtype))))

@@ -404,7 +404,10 @@ bool Machine::step(Warp& w, size_t which) {
                 if (i.type == F32) {
                     float x = as_float(a[l]), y = as_float(b[l]), z = as_float(c[l]);
                     if (ftz) x = flush(x), y = flush(y), z = flush(z);
-                    d[l] = result(std::fma(x, y, z), ftz);
+                    float r = std::fma(x, y, z);  // mod: 1 to [0, 1], NaN to 0; 2 rounded down
+                    if (i.mod & 2 && std::isfinite(r) && (double)r > std::fma((double)x, (double)y, (double)z)) r = std::nextafter(r, -INFINITY);
+                    if (i.mod & 1) r = r > 0.f ? std::min(r, 1.f) : 0.f;
+                    d[l] = result(r, ftz);
                 } else if (i.type == F64) d[l] = bits_of(std::fma(as_double(a[l]), as_double(b[l]), as_double(c[l])));
                 else {
                     u64 r = 0;
