@@ -6,12 +6,23 @@ import ctypes
 
 import calls
 import emulator
+import fuzz
 import ml_dtypes
 import numpy as np
 import oracle
 import pytest
 
-from cupy_paged import arrays, dequantize_kv, distributed, merge_states, paged_decode, quantize_kv, store_kv
+from cupy_paged import (
+    arrays,
+    dequantize_kv,
+    distributed,
+    lists_from_padded,
+    lists_from_page_table,
+    merge_states,
+    paged_decode,
+    quantize_kv,
+    store_kv,
+)
 from cupy_paged.backends import cuda_split, numpy_split
 
 cupy = pytest.importorskip("cupy")
@@ -191,3 +202,53 @@ def test_an_access_outside_the_arrays_is_found(gpu):
     gpu.arrays = [a for a in gpu.arrays if a.ctypes.data != pool]
     with pytest.raises(emulator.EmulationError, match="load from global memory outside every array"):
         paged_decode(**paged_decode_arguments)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_decode_of_fuzzed_calls(gpu, seed):
+    """Any shapes, values up to the ends of the formats, lists, sinks and splits; NaN around all arrays."""
+    gpu.seed = seed
+    call, options, _ = fuzz.decode_case(np.random.default_rng(seed), 0.1)
+    out, lse = decode(gpu, call, **options)
+    fuzz.compare("emulated", out, lse, fuzz.exact(call, options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_decode_of_more_fuzzed_calls(gpu, seed):
+    test_decode_of_fuzzed_calls(gpu, seed)
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_malformed_lists_reach_no_other_memory(gpu, fp8):
+    """Whatever stands in kv_indptr and kv_indices, no access leaves the arrays, and results are finite."""
+    rng = np.random.default_rng(11)
+    call = calls.draw(rng, t=5, h=3, d=128, lengths=[9] * 5, kv="fp8" if fp8 else "16", pages=12)
+    call["kv_indptr"] = np.array([-5, 2**31 - 1, 3, -(2**31), 40, 7], np.int32)
+    call["kv_indices"] = rng.choice([-(2**31), -1, 0, 11, 12, 2**31 - 1], len(call["kv_indices"])).astype(np.int32)
+    out, _ = decode(gpu, call)
+    assert np.isfinite(out.astype(np.float32)).all()
+
+
+def test_nan_reaches_its_token_alone(gpu):
+    rng = np.random.default_rng(12)
+    call = calls.draw(rng, t=2, h=3, d=64, lengths=[20, 20], pages=64)
+    call["kv_indices"] = rng.permutation(64).astype(np.int32)[:40]
+    clean, _ = decode(gpu, call)
+    call["unified_kv"].view(np.uint8)[call["kv_indices"][3], 5] = 0x7F
+    out, _ = decode(gpu, call)
+    assert np.isnan(out[0, :, 5].astype(np.float32)).all()
+    np.testing.assert_array_equal(out[1].view(np.uint16), clean[1].view(np.uint16))
+
+
+@pytest.mark.parametrize("name", ["int32", "int64"])
+def test_lists_are_the_numpy_backends(gpu, name):
+    rng = np.random.default_rng(13)
+    padded = rng.integers(-2, 40, (5, 7)).astype(name)
+    lens = rng.integers(0, 7 * 4 + 1, 5).astype(name)
+    for expected, got in (
+        (lists_from_padded(padded), lists_from_padded(gpu.array(padded))),
+        (lists_from_page_table(padded, lens, 4), lists_from_page_table(gpu.array(padded), gpu.array(lens), 4)),
+    ):
+        for mine, theirs in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(gpu.numpy(mine), theirs)
