@@ -1,0 +1,123 @@
+"""The CUDA kernels, interpreted on the CPU, against the float64 oracle and the NumPy backend."""
+
+from __future__ import annotations
+
+import calls
+import emulator
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+
+from cupy_paged import dequantize_kv, merge_states, paged_decode, quantize_kv, store_kv
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="the emulator is compiled with g++")
+
+BF16, FP16 = ml_dtypes.bfloat16, np.float16
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    from emulator import gpu as device
+
+    made = device.Gpu()
+    device.install(monkeypatch, made)
+    yield made
+    from cupy_paged.backends import cuda, cuda_pool
+
+    for cached in (cuda._device, cuda._launch, *[f for f in vars(cuda_pool).values() if hasattr(f, "cache_clear")]):
+        cached.cache_clear()  # nothing of this device is found by later tests
+
+
+def decode(gpu, call, **more):
+    moved = {k: gpu.array(v, writable=False) if isinstance(v, np.ndarray) else v for k, v in (call | more).items()}
+    out, lse = paged_decode(**moved, return_lse=True)
+    return gpu.numpy(out), gpu.numpy(lse)
+
+
+SHAPES = {
+    "512": {"h": 16, "d": 512},
+    "ragged heads": {"h": 5, "d": 512},
+    "pages": {"h": 16, "d": 512, "page_size": 4, "pages": 40},
+    "fp16 q": {"h": 16, "d": 128, "q_dtype": FP16},
+    "narrow": {"h": 3, "d": 64, "group": 32},
+    "192": {"h": 20, "d": 192},
+    "wide groups": {"h": 8, "d": 256, "group": 128},
+    "bf16 pool": {"h": 16, "d": 256, "kv": "16"},
+    "fp16 pool": {"h": 4, "d": 64, "kv": "16", "q_dtype": FP16},
+}
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SHAPES)
+def test_decode_is_the_oracles(gpu, name, seed):
+    """Ragged and empty rows, skipped and hostile slots, with a sink."""
+    gpu.seed = seed
+    rng = np.random.default_rng(3)
+    call = calls.draw(rng, t=4, lengths=[70, 0, 1, 33], bad=0.1, **SHAPES[name])
+    sink = rng.standard_normal(call["q"].shape[1]).astype(np.float32)
+    out, lse = decode(gpu, call, attn_sink=sink)
+    exact, exact_lse = calls.decode_call(call, sink)
+    oracle.compare(out, exact, 2.5e-3)
+    oracle.compare(lse, exact_lse, 1e-3)
+    assert "decode_mma" in gpu.launches
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_decode_with_divided_rows(gpu, seed):
+    gpu.seed = seed
+    call = calls.draw(np.random.default_rng(4), t=2, h=2, d=128, lengths=[300, 90])
+    out, lse = decode(gpu, call, batch_invariant=bool(seed))
+    exact, exact_lse = calls.decode_call(call)
+    oracle.compare(out, exact, 2.5e-3)
+    oracle.compare(lse, exact_lse, 1e-3)
+
+
+def test_quantize_and_back_are_the_numpy_backends(gpu):
+    rng = np.random.default_rng(5)
+    rows = (rng.standard_normal((9, 128)) * 10.0 ** rng.uniform(-3, 3, (9, 1))).astype(BF16)
+    rows[2] = 0
+    expected = quantize_kv(rows)
+    got = quantize_kv(gpu.array(rows))
+    np.testing.assert_array_equal(gpu.numpy(got.codes).view(np.uint8), expected.codes.view(np.uint8))
+    np.testing.assert_array_equal(gpu.numpy(got.scales), expected.scales)
+    back = dequantize_kv(got.codes, got.scales, "bfloat16")
+    exact = dequantize_kv(expected.codes, expected.scales, "bfloat16")
+    np.testing.assert_array_equal(gpu.numpy(back).view(np.uint16), exact.view(np.uint16))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_store_is_the_numpy_backends(gpu, page_size):
+    rng = np.random.default_rng(6)
+    shape = (32, 128) if page_size == 1 else (4, page_size, 128)
+    codes = rng.integers(0, 100, shape).astype(np.uint8)
+    scales = np.full((shape[0], 2), 0.5, np.float32)
+    rows = rng.standard_normal((7, 128)).astype(BF16)
+    slots = np.array([3, 1, -1, 3, 30, 999, 17], np.int32)
+    mine = (gpu.array(codes), gpu.array(scales))
+    store_kv(*mine, gpu.array(slots), gpu.array(rows))
+    store_kv(codes, scales, slots, rows)
+    np.testing.assert_array_equal(gpu.numpy(mine[0]), codes)
+    np.testing.assert_array_equal(gpu.numpy(mine[1]), scales)
+
+
+def test_merge_is_the_numpy_backends(gpu):
+    rng = np.random.default_rng(7)
+    outs = [rng.standard_normal((3, 4, 64)).astype(np.float32) for _ in range(3)]
+    lses = [rng.standard_normal((3, 4)).astype(np.float32) for _ in range(3)]
+    lses[1][0] = -np.inf
+    expected = merge_states(outs, lses)
+    got = merge_states([gpu.array(o) for o in outs], [gpu.array(e) for e in lses])
+    for mine, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(gpu.numpy(mine), theirs, rtol=2e-6, atol=1e-6)
+
+
+def test_an_access_outside_the_arrays_is_found(gpu):
+    call = calls.draw(np.random.default_rng(8), t=1, h=1, d=64, lengths=[40])
+    gpu.array(call["q"])
+    paged_decode_arguments = {k: gpu.array(v) if isinstance(v, np.ndarray) else v for k, v in call.items()}
+    pool = paged_decode_arguments["unified_kv"].data.ptr
+    gpu.arrays = [a for a in gpu.arrays if a.ctypes.data != pool]
+    with pytest.raises(emulator.EmulationError, match="load from global memory outside every array"):
+        paged_decode(**paged_decode_arguments)
