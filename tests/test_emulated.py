@@ -125,7 +125,7 @@ def test_an_access_outside_the_arrays_is_found(gpu):
         paged_decode(**paged_decode_arguments)
 
 
-@pytest.mark.parametrize("softmax_scale", [0.0, -3e38, 1e300])
+@pytest.mark.parametrize("softmax_scale", [0.0, -3e38, 3e38])
 def test_any_softmax_scale(gpu, softmax_scale):
     rng = np.random.default_rng(3)
     call = test_ends.call_of(rng, test_ends.q_values(rng, "normal", 5, BF16), *test_ends.fp8_pool(rng, "normal"))
