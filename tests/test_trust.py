@@ -63,3 +63,11 @@ def test_the_command_prints_the_page(tmp_path, monkeypatch, capsys):
     trust.RECORD.write_text(json.dumps(RECORD))
     trust.main()
     assert capsys.readouterr().out == trust.page(RECORD)
+
+
+def test_the_page_is_of_the_record_and_the_readme_links_to_it():
+    page = trust.TESTS / "TRUST.md"
+    if not page.exists():
+        pytest.skip("no page of evidence yet: it is written from the GPU record")
+    assert page.read_text() == trust.page(json.loads(trust.RECORD.read_text()))
+    assert "tests/TRUST.md" in (trust.TESTS.parent / "README.md").read_text()
