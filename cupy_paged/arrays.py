@@ -79,6 +79,8 @@ class Array:
         a NumPy or CuPy array over the same memory.
     given : object
         The caller's array, where `obj` is another.
+    lent : exchange.Lent or None
+        Keeps another library's memory until the work of the call has been done.
     library : str
         Whose arrays the results become: `kind`, or ``'jax'``, ``'numba'``.
     ptr : int
@@ -92,7 +94,7 @@ class Array:
     writable : bool
     """
 
-    __slots__ = ("device", "dtype", "given", "kind", "library", "obj", "ptr", "shape", "strides", "writable")
+    __slots__ = ("device", "dtype", "given", "kind", "lent", "library", "obj", "ptr", "shape", "strides", "writable")
 
     def __init__(
         self,
@@ -106,8 +108,10 @@ class Array:
         writable: bool,
         library: str | None = None,
         given: Any = None,
+        lent: exchange.Lent | None = None,
     ) -> None:
         self.obj = obj
+        self.lent = lent
         self.given = obj if given is None else given
         self.kind = kind
         self.library = library or kind
@@ -148,6 +152,8 @@ def _from_torch(name: str, a: Any) -> Array:
         )
     if a.requires_grad:
         raise TypeError(f"{name} requires grad, and this is inference only: give {name}.detach()")
+    if a.is_neg():
+        raise TypeError(f"{name} is a view of a conjugate, whose signs are not in memory: give {name}.resolve_neg()")
     itemsize = a.element_size()
     return Array(
         a,
@@ -162,7 +168,7 @@ def _from_torch(name: str, a: Any) -> Array:
 
 
 def _from_dlpack(name: str, a: Any) -> Array:
-    library = _library(a)
+    library = exchange.library(a)
     taken = exchange.take(name, a)
     # JAX arrays are immutable, which only capsules of DLPack 1.0 can say.
     return _from_memory(a, taken, library, taken.writable and library != "jax")
@@ -170,7 +176,7 @@ def _from_dlpack(name: str, a: Any) -> Array:
 
 def _from_cuda_interface(name: str, a: Any) -> Array:
     taken = exchange.CudaInterface(name, a)
-    return _from_memory(a, taken, _library(a), taken.writable)
+    return _from_memory(a, taken, exchange.library(a), taken.writable)
 
 
 def _from_memory(given: Any, taken: exchange.Memory, library: str | None, writable: bool) -> Array:
@@ -178,13 +184,7 @@ def _from_memory(given: Any, taken: exchange.Memory, library: str | None, writab
         obj, kind, ptr = exchange.to_numpy(taken), "numpy", 0
     else:
         obj, kind, ptr = exchange.to_cupy(taken), "cupy", taken.ptr
-    return Array(obj, kind, ptr, taken.shape, taken.strides, taken.dtype, taken.device, writable, library, given)
-
-
-def _library(a: Any) -> str | None:
-    """The library whose arrays the results become; None: NumPy or CuPy, by where the memory is."""
-    roots = {cls.__module__.partition(".")[0] for cls in type(a).__mro__}
-    return "jax" if roots & {"jax", "jaxlib"} else "numba" if roots & {"numba", "numba_cuda"} else None
+    return Array(obj, kind, ptr, taken.shape, taken.strides, taken.dtype, taken.device, writable, library, given, taken)
 
 
 _READERS: dict[str, Callable[[str, Any], Array]] = {"numpy": _from_numpy, "cupy": _from_cupy, "torch": _from_torch}
@@ -205,7 +205,7 @@ def _cupy_signature(a: Any) -> Signature:
 
 def _torch_signature(a: Any) -> Signature:
     ptr = a.data_ptr()
-    return ptr, (ptr & 15, a.shape, a.stride(), a.dtype, a.device, a.requires_grad)
+    return ptr, (ptr & 15, a.shape, a.stride(), a.dtype, a.device, a.requires_grad, a.is_neg())
 
 
 # By the type of an array seen before: its address, and a key of everything else that the checks, the plan and the
@@ -242,8 +242,14 @@ def view(name: str, obj: Any) -> Array:
     return (reader or _reader(name, obj))(name, obj)
 
 
-def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
-    """A new contiguous array of the kind and device of `like`; FP8 as uint8 for CuPy, which has no such dtype."""
+def empty(like: Array, shape: tuple[int, ...], dtype: str, stream: int | None = None) -> Array:
+    """A new contiguous array of the kind and device of `like`; FP8 as uint8 for CuPy, which has no such dtype.
+
+    Its memory belongs to `stream`, by default the current stream of like's library.
+    """
+    if stream is not None and like.kind != "numpy" and stream != current_stream(like):
+        with on_device(like, stream):
+            return empty(like, shape, dtype)
     if like.kind == "torch":
         torch = sys.modules["torch"]
         return _from_torch("", torch.empty(shape, dtype=getattr(torch, dtype), device=like.obj.device))
@@ -256,17 +262,25 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
     return made
 
 
-def result(a: Array) -> Any:
-    """What the caller gets: his own array, or one made by `empty` (its work is queued) as an array of his library."""
+def result(a: Array, stream: int | None = None) -> Any:
+    """What the caller gets: his own array, or one made by `empty` as an array of his library.
+
+    Its work has been queued on `stream`, by default the current one.
+    """
     if a.given is not a.obj or a.library == a.kind:
         return a.given
     if a.library == "jax":
         jax = sys.modules["jax"]
         if a.kind == "numpy":
             return jax.numpy.asarray(a.obj)
-        return jax.dlpack.from_dlpack(exchange.FP8(a.obj) if a.dtype == "float8_e4m3fn" else a.obj)
-    # Numba has no bfloat16: those stay CuPy arrays.
-    return a.obj if a.dtype == "bfloat16" else sys.modules["numba"].cuda.as_cuda_array(a.obj)
+        with on_device(a, stream):  # JAX will wait for CuPy's current stream
+            return jax.dlpack.from_dlpack(exchange.FP8(a.obj) if a.dtype == "float8_e4m3fn" else a.obj)
+    if a.kind == "numpy" or a.dtype == "bfloat16":  # Numba has no bfloat16: those stay CuPy arrays
+        return a.obj
+    address = current_stream(a) if stream is None else stream
+    if not exchange.capturing(address):
+        exchange.wait(0, address, a.device)  # Numba's default stream; its own way is to wait on the host
+    return sys.modules["numba"].cuda.as_cuda_array(a.obj, sync=False)
 
 
 def as_cupy(a: Array) -> Any:
@@ -291,15 +305,64 @@ def raw(a: Array) -> Any:
 
 @contextlib.contextmanager
 def on_device(a: Array, stream: int | None = None) -> Iterator[None]:
-    """Make a's CUDA device and the stream (default: its library's) current for CuPy; nothing for NumPy arrays."""
+    """Make a's CUDA device and the stream (default: its library's) current for CuPy and a's library.
+
+    Nothing for NumPy arrays.
+    """
     if a.kind == "numpy":
         yield
         return
     import cupy
 
     address = current_stream(a) if stream is None else stream
-    with cupy.cuda.Device(a.device), cupy.cuda.ExternalStream(address, a.device):
+    with contextlib.ExitStack() as stack:
+        if a.kind == "torch" and stream is not None:
+            stack.enter_context(_torch_stream(stream, a.obj.device))
+        stack.enter_context(cupy.cuda.Device(a.device))
+        stack.enter_context(cupy.cuda.ExternalStream(address, a.device))
         yield
+
+
+def _torch_stream(address: int, device: Any) -> Any:
+    """Context in which a stream is torch's current one."""
+    cuda = sys.modules["torch"].cuda
+    stream = cuda.current_stream(device)
+    if stream.cuda_stream != address:
+        legacy = address in (0, 1)  # an ExternalStream of 0 would be a new stream
+        stream = cuda.default_stream(device) if legacy else cuda.ExternalStream(address, device=device)
+    return cuda.stream(stream)
+
+
+def stream_for(stream: Any, first: Array, *others: Array | None) -> int:
+    """Address of the stream to launch on: `stream`, or the current one of the library that owns `first`.
+
+    It waits for arrays of other libraries, which are ready on CuPy's or torch's current stream, and they are kept
+    until the work queued by the time the descriptions go has been done.
+    """
+    address = current_stream(first) if stream is None else stream_address(stream)
+    foreign = [a for a in (first, *others) if a is not None and (a.kind != first.kind or a.lent is not None)]
+    if foreign and not exchange.capturing(address):
+        for producer in {current_stream(a) for a in foreign}:
+            exchange.wait(address, producer, first.device)
+        for a in foreign:
+            if a.lent is None:
+                a.lent = exchange.Lent(a.obj, a.device, address)
+            a.lent.stream = address
+    return address
+
+
+@contextlib.contextmanager
+def queue(stream: Any, first: Array, *others: Array | None) -> Iterator[int]:
+    """The stream of `stream_for`; a given one is current meanwhile, so that the memory of new arrays belongs to it."""
+    if first.kind == "numpy":
+        yield 0
+        return
+    address = stream_for(stream, first, *others)
+    if stream is None:
+        yield address
+        return
+    with on_device(first, address):
+        yield address
 
 
 def to_numpy(a: Array) -> Any:
@@ -315,8 +378,8 @@ def to_numpy(a: Array) -> Any:
 
 
 def current_stream(a: Array) -> int:
-    """Address of the current stream of the library that owns `a`, in order after arrays taken by an exchange protocol."""
-    return exchange.ordered(current_stream_of(a.kind, a.device))
+    """Address of the current stream of the library that owns `a`."""
+    return current_stream_of(a.kind, a.device)
 
 
 def current_stream_of(kind: str, device: int) -> int:
@@ -326,14 +389,7 @@ def current_stream_of(kind: str, device: int) -> int:
 
 
 def stream_address(stream: Any) -> int:
-    """Address of a stream given as an integer, a CuPy or torch stream, or a ``__cuda_stream__`` object.
-
-    That stream will wait for arrays taken by an exchange protocol, which are ready on CuPy's current stream.
-    """
-    return exchange.ordered(_address(stream))
-
-
-def _address(stream: Any) -> int:
+    """Address of a stream given as an integer, a CuPy or torch stream, or a ``__cuda_stream__`` object."""
     if isinstance(stream, int) and not isinstance(stream, bool):
         if stream < 0:
             raise ValueError(f"stream must be the address of a CUDA stream, 0, 1 or 2, got {stream}")

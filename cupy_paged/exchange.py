@@ -6,8 +6,10 @@ https://dmlc.github.io/dlpack/latest/c_api.html
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import ctypes
-import threading
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -79,7 +81,81 @@ def _content(capsule: Any) -> tuple[bytes, Any]:
 _USED = {name: b"used_" + name for name in _LAYOUTS}  # kept: a capsule holds the address of its name
 
 
-class Memory:
+_parked: collections.deque[tuple[Any, Any]] = collections.deque()  # (event, what must outlive it)
+
+
+def library(a: Any) -> str | None:
+    """The library whose arrays the results become; None: NumPy or CuPy, by where the memory is."""
+    roots = {cls.__module__.partition(".")[0] for cls in type(a).__mro__}
+    return "jax" if roots & {"jax", "jaxlib"} else "numba" if roots & {"numba", "numba_cuda"} else None
+
+
+def capturing(stream: int) -> bool:
+    """Whether work put on a stream goes into a CUDA graph: nothing outside the graph can be waited for there."""
+    if stream in (0, 1):  # the legacy default stream cannot be captured
+        return False
+    import cupy
+
+    return bool(cupy.cuda.ExternalStream(stream).is_capturing())
+
+
+def wait(stream: int, producer: int, device: int) -> None:
+    """Make a stream wait for the work queued on another so far, without the host waiting."""
+    if (stream or 1) == (producer or 1):
+        return
+    import cupy
+
+    with cupy.cuda.Device(device):
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(cupy.cuda.ExternalStream(producer))
+        cupy.cuda.ExternalStream(stream).wait_event(event)
+
+
+def let_go() -> None:
+    """Drop what was kept for work that has been done since."""
+    torch = sys.modules.get("torch")
+    if _parked and torch is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return  # events must not be asked then
+    for _ in range(len(_parked)):
+        try:
+            event, held = _parked.popleft()
+        except IndexError:  # another thread was faster
+            return
+        if not event.done:
+            _parked.appendleft((event, held))
+            return
+
+
+class Lent:
+    """Keeps `held`, another library's, until the work queued on `stream` when this object goes has been done.
+
+    That library may hand freed memory to work on its own streams, which do not wait for ours. `stream` is CuPy's
+    current one where none was said.
+    """
+
+    held: Any
+    device: int
+    stream: int | None = None
+
+    def __init__(self, held: Any, device: int, stream: int) -> None:
+        self.held, self.device, self.stream = held, device, stream
+
+    def __del__(self) -> None:
+        if getattr(self, "held", None) is None or self.device < 0:
+            return
+        with contextlib.suppress(Exception):  # at the interpreter's end there is no CuPy any more
+            import cupy
+
+            stream = cupy.cuda.get_current_stream(self.device).ptr if self.stream is None else self.stream
+            if capturing(stream):  # what a graph reads, its owner keeps
+                return
+            with cupy.cuda.Device(self.device):
+                event = cupy.cuda.Event(disable_timing=True)
+                event.record(cupy.cuda.ExternalStream(stream))
+            _parked.append((event, self.held))
+
+
+class Memory(Lent):
     """An array's memory and layout, whatever it came by; keeps the memory alive.
 
     Attributes
@@ -93,13 +169,14 @@ class Memory:
     device : int
         CUDA device number, or -1 for host memory.
     writable : bool
+    held : object
+        Gives the memory back when it goes.
     """
 
     ptr: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
-    device: int
     writable: bool
 
     def extent(self) -> tuple[int, int]:
@@ -115,15 +192,27 @@ def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(np.cumprod((itemsize, *shape[:0:-1]))[::-1].tolist()) if shape else ()
 
 
+class _Content:
+    """A DLPack struct taken from its capsule; its deleter is called when this object goes."""
+
+    def __init__(self, struct: Any) -> None:
+        self.struct = struct
+
+    def __del__(self) -> None:
+        if self.struct.deleter:
+            _Deleter(self.struct.deleter)(ctypes.addressof(self.struct))
+
+
 class Capsule(Memory):
-    """A DLPack tensor taken from its exporter; given back when this object goes."""
+    """A DLPack tensor taken from its exporter."""
 
     def __init__(self, name: str, capsule: Any) -> None:
         kind, content = _content(capsule)
         if kind == b"dltensor_versioned" and content.major != 1:
             raise TypeError(f"{name} comes as DLPack {content.major}.{content.minor}; this reads versions 0 and 1")
         _api.PyCapsule_SetName(capsule, _USED[kind])
-        self._content = content
+        self.device = -1
+        self.held = _Content(content)
         tensor = content.tensor
         dtype = _DTYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
         if dtype is None:
@@ -144,45 +233,9 @@ class Capsule(Memory):
         self.ptr = (tensor.data or 0) + tensor.byte_offset
         self.writable = not (kind == b"dltensor_versioned" and content.flags & _READ_ONLY)
 
-    def __del__(self) -> None:
-        content = getattr(self, "_content", None)
-        if content is not None and content.deleter:
-            self._content = None
-            _Deleter(content.deleter)(ctypes.addressof(content))
-
 
 def _numpy_dtype(name: str) -> Any:
     return getattr(ml_dtypes, name, None) or np.dtype(name)
-
-
-class _Ready(threading.local):
-    """The stream on which this thread's latest arrays were made ready, until a stream has been made to wait for it."""
-
-    stream: int | None = None
-
-
-_ready = _Ready()
-
-
-def _consumer_stream(device: int) -> Any:
-    """CuPy's current stream of a device, which producers are asked to order their work before."""
-    import cupy
-
-    stream = cupy.cuda.get_current_stream(device)
-    _ready.stream = stream.ptr
-    return stream
-
-
-def ordered(address: int) -> int:
-    """`address`, a stream that has been made to wait for what was taken since the last call."""
-    ready, _ready.stream = _ready.stream, None
-    if ready is not None and ready != address:
-        import cupy
-
-        event = cupy.cuda.Event(disable_timing=True)
-        event.record(cupy.cuda.ExternalStream(ready))
-        cupy.cuda.ExternalStream(address).wait_event(event)
-    return address
 
 
 def take(name: str, obj: Any) -> Capsule:
@@ -190,7 +243,13 @@ def take(name: str, obj: Any) -> Capsule:
     device_type, device = obj.__dlpack_device__()
     stream = None
     if int(device_type) in (_CUDA, _CUDA_MANAGED):
-        stream = _consumer_stream(device).ptr or 1  # 1: the legacy default stream
+        import cupy
+
+        let_go()
+        current = cupy.cuda.get_current_stream(device).ptr
+        stream = current or 1  # 1: the legacy default stream
+        if capturing(current):  # -1: no waiting; JAX knows no -1, and waits on the host for None
+            stream = None if library(obj) == "jax" else -1
     try:
         capsule = obj.__dlpack__(stream=stream, max_version=(1, 0))
     except TypeError:  # an exporter older than DLPack 1.0
@@ -204,7 +263,7 @@ class CudaInterface(Memory):
     def __init__(self, name: str, obj: Any) -> None:
         import cupy
 
-        self._owner = obj
+        let_go()
         described = obj.__cuda_array_interface__
         dtype = np.dtype(described["typestr"])
         if dtype.kind == "V":
@@ -218,12 +277,11 @@ class CudaInterface(Memory):
         self.ptr, read_only = described["data"]
         self.writable = not read_only
         self.device = cupy.cuda.runtime.pointerGetAttributes(self.ptr).device if self.ptr else cupy.cuda.Device().id
+        self.held = obj
         producer = described.get("stream")
-        current = _consumer_stream(self.device)
-        if producer is not None and producer != (current.ptr or 1):
-            event = cupy.cuda.Event(disable_timing=True)
-            event.record(cupy.cuda.ExternalStream(producer))
-            current.wait_event(event)
+        current = cupy.cuda.get_current_stream(self.device).ptr
+        if producer is not None and not capturing(current):
+            wait(current, producer, self.device)
 
 
 def to_numpy(memory: Memory) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from . import arrays, checks, checks_pool
 from .arrays import Array, view
 from .checks_pool import Lists
-from .storage import _backend, _optional, _stream
+from .storage import _backend, _optional
 
 
 def _outputs(out: Any, capacity: int, like: Array, num_rows: int) -> tuple[Array, Array]:
@@ -57,10 +57,11 @@ def lists_from_page_table(
     size = checks.positive_int("page_size", page_size)
     rows = table.shape[0]
     most = checks_pool.capacity_of(capacity, rows * table.shape[1] * size) if out is None else 0
-    outputs = _outputs(out, most, table, rows)
     lists = Lists(rows, rows, counts=lens, page_table=table, page_size=size)
-    _backend(table).build_lists(lists, *outputs, 0 if table.kind == "numpy" else _stream(stream, table))
-    return arrays.result(outputs[0]), arrays.result(outputs[1])
+    with arrays.queue(stream, table, lens) as at:
+        outputs = _outputs(out, most, table, rows)
+        _backend(table).build_lists(lists, *outputs, at)
+        return arrays.result(outputs[0]), arrays.result(outputs[1])
 
 
 def lists_from_padded(
@@ -91,10 +92,11 @@ def lists_from_padded(
         checks_pool.indices("lengths", lens)
         checks_pool.length("lengths", lens, rows, f"row of padded, which has shape {ids.shape}")
     most = checks_pool.capacity_of(capacity, rows * ids.shape[1]) if out is None else 0
-    outputs = _outputs(out, most, ids, rows)
     lists = Lists(rows, rows, counts=lens, topk=ids)
-    _backend(ids).pack_lists(lists, *outputs, 0 if ids.kind == "numpy" else _stream(stream, ids))
-    return arrays.result(outputs[0]), arrays.result(outputs[1])
+    with arrays.queue(stream, ids, lens) as at:
+        outputs = _outputs(out, most, ids, rows)
+        _backend(ids).pack_lists(lists, *outputs, at)
+        return arrays.result(outputs[0]), arrays.result(outputs[1])
 
 
 def lists_for_v4(
@@ -177,6 +179,7 @@ def lists_for_v4(
     first = given["positions"]
     assert first is not None
     entries = checks_pool.capacity_of(capacity, lists.num_rows * most) if out is None else 0
-    outputs = _outputs(out, entries, first, lists.num_rows)
-    _backend(first).build_lists(lists, *outputs, 0 if first.kind == "numpy" else _stream(stream, first))
-    return arrays.result(outputs[0]), arrays.result(outputs[1])
+    with arrays.queue(stream, first, *given.values()) as at:
+        outputs = _outputs(out, entries, first, lists.num_rows)
+        _backend(first).build_lists(lists, *outputs, at)
+        return arrays.result(outputs[0]), arrays.result(outputs[1])

@@ -135,22 +135,24 @@ def paged_decode(
         if validate or cuda.current_device() != call.device:
             call = None  # the whole way, which reads the lists or makes the device current
     if call is not None:
+        at = None if stream is None else arrays.stream_address(stream)
         scale = call.default_scale if softmax_scale is None else checks.finite("softmax_scale", softmax_scale)
         target, lse, lse_at = out, None, 0
         if out is None or return_lse or workspace is None:
             q_ = view("q", q)
             if out is None:
-                made = arrays.empty(q_, q_.shape, q_.dtype)
+                made = arrays.empty(q_, q_.shape, q_.dtype, at)
                 target, out_at = made.obj, made.ptr
             if return_lse:
-                made = arrays.empty(q_, q_.shape[:2], "float32")
+                made = arrays.empty(q_, q_.shape[:2], "float32", at)
                 lse, lse_at = made.obj, made.ptr
             if workspace is None and call.workspace_bytes:
-                scratch = arrays.empty(q_, (call.workspace_bytes,), "uint8")  # in use until the launches are queued
+                scratch = arrays.empty(q_, (call.workspace_bytes,), "uint8", at)  # in use until the launches are queued
                 work_at = scratch.ptr
         new = (0 if out is not None else out_at) | lse_at | (0 if workspace is not None else work_at)
         if not new & 15:
-            at = arrays.current_stream_of(call.kind, call.device) if stream is None else arrays.stream_address(stream)
+            if at is None:
+                at = arrays.current_stream_of(call.kind, call.device)
             if not call.workspace_bytes:
                 work_at = 0
             call(
@@ -181,9 +183,15 @@ def paged_decode(
     on_host = q_.kind == "numpy"
     if workspace is not None and not on_host:
         workspace = checks.workspace(view("workspace", workspace), q_)
+    at = 0
+    if not on_host:
+        given = (pool, indices, indptr, sink, scales, out_, workspace)
+        at = arrays.stream_for(stream, q_, *given)
+        # A call that waits for other libraries goes the whole way every time.
+        key = key if all(a is None or a.kind == q_.kind for a in given) else None
     if out_ is None:
-        out_ = arrays.empty(q_, q_.shape, q_.dtype)
-    lse = arrays.empty(q_, q_.shape[:2], "float32") if return_lse else None
+        out_ = arrays.empty(q_, q_.shape, q_.dtype, at)
+    lse = arrays.empty(q_, q_.shape[:2], "float32", at) if return_lse else None
     if on_host:
         from .backends import numpy as host
 
@@ -191,14 +199,13 @@ def paged_decode(
     elif problem.num_tokens:
         from .backends import cuda
 
-        address = None if stream is None else arrays.stream_address(stream)
-        call = cuda.decode(problem, q_, pool, indices, indptr, sink, scales, scale, out_, lse, workspace, address)
+        call = cuda.decode(problem, q_, pool, indices, indptr, sink, scales, scale, out_, lse, workspace, at)
         if key is not None and call is not None:
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
             _calls[key] = call
-    given = arrays.result(out_)
-    return (given, arrays.result(lse)) if lse is not None else given
+    result = arrays.result(out_, at)
+    return (result, arrays.result(lse, at)) if lse is not None else result
 
 
 def merge_states(outs: Any, lses: Any, attn_sink: Any = None, *, stream: Any = None) -> Any:
@@ -230,24 +237,18 @@ def merge_states(outs: Any, lses: Any, attn_sink: Any = None, *, stream: Any = N
     sink = _optional("attn_sink", attn_sink)
     checks.merge(views, lse_views, sink)
     first = views[0]
-    out = arrays.empty(first, first.shape, first.dtype)
-    lse = arrays.empty(first, first.shape[:2], "float32")
-    if first.kind == "numpy":
-        from .backends import numpy as host
+    with arrays.queue(stream, first, *views[1:], *lse_views, sink) as at:
+        out = arrays.empty(first, first.shape, first.dtype)
+        lse = arrays.empty(first, first.shape[:2], "float32")
+        if first.kind == "numpy":
+            from .backends import numpy as host
 
-        host.merge(views, lse_views, sink, out, lse)
-    elif 0 not in first.shape:
-        from .backends import cuda_merge
+            host.merge(views, lse_views, sink, out, lse)
+        elif 0 not in first.shape:
+            from .backends import cuda_merge
 
-        cuda_merge.merge(
-            views,
-            lse_views,
-            sink,
-            out,
-            lse,
-            arrays.current_stream(first) if stream is None else arrays.stream_address(stream),
-        )
-    return arrays.result(out), arrays.result(lse)
+            cuda_merge.merge(views, lse_views, sink, out, lse, at)
+        return arrays.result(out), arrays.result(lse)
 
 
 def _problem_of(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from . import arrays, checks, checks_pool, pool_file, storage
 from .arrays import Array, view
 from .checks import FP8
 from .ops import paged_decode
-from .storage import _backend, _optional, _stream
+from .storage import _backend, _optional
 
 
 class PagedKV:
@@ -204,11 +206,10 @@ class PagedKV:
         where = _optional("slots", slots)
         size = checks_pool.dequantize(self._codes, self._scales, where, name, self._group_size)
         rows = self.num_slots if where is None else where.shape[0]
-        with arrays.on_device(self._codes):
+        with self._on(stream, where) as at:
             out = arrays.empty(self._codes, (rows, self.head_dim), name)
-        at = self._stream(stream)
-        _backend(self._codes).dequantize(self._codes, self._scales, where, out, size, at)
-        return arrays.result(out)
+            _backend(self._codes).dequantize(self._codes, self._scales, where, out, size, at)
+            return arrays.result(out)
 
     def grow(self, num_pages: int) -> None:
         """Make the pool larger; its pages keep their numbers, new ones hold zeros.
@@ -257,8 +258,7 @@ class PagedKV:
             self._move(src, dst, False, stream)
             return
         from_, to = self._copy_arguments(src, dst)
-        at = None if stream is None else arrays.stream_address(stream)
-        with arrays.on_device(self._codes, at):
+        with self._on(stream, from_, to):
             begin, end = arrays.raw(from_), arrays.raw(to)
             known = (begin >= 0) & (begin < self.num_slots)
             self.store(known * end - ~known, self.dequantize(src, stream=stream), stream=stream)
@@ -272,10 +272,22 @@ class PagedKV:
     def _move(self, src: Any, dst: Any, pages: bool, stream: Any) -> None:
         from_, to = self._copy_arguments(src, dst)
         checks.target("codes", self._codes)
-        _backend(self._codes).move(self._codes, self._scales, from_, to, pages, self._stream(stream))
+        with self._on(stream, from_, to) as at:
+            _backend(self._codes).move(self._codes, self._scales, from_, to, pages, at)
 
-    def _stream(self, stream: Any) -> int:
-        return 0 if self._codes.kind == "numpy" else _stream(stream, self._codes)
+    @contextlib.contextmanager
+    def _on(self, stream: Any, *others: Array | None) -> Iterator[int]:
+        """The stream to work on, which is current on the pool's device meanwhile."""
+        with (
+            arrays.queue(stream, self._codes, *others) as at,
+            arrays.on_device(self._codes, None if stream is None else at),
+        ):
+            try:
+                yield at
+            finally:
+                for a in (self._codes, self._scales):
+                    if a is not None and a.lent is not None:
+                        a.lent.stream = None  # the pool outlives the call, and perhaps the stream
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the pool to a safetensors file: codes, scales, page size and group size together.

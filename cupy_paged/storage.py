@@ -28,10 +28,6 @@ def _backend(a: Array) -> Any:
     return cuda_pool
 
 
-def _stream(stream: Any, a: Array) -> int:
-    return arrays.current_stream(a) if stream is None else arrays.stream_address(stream)
-
-
 def _optional(name: str, obj: Any) -> Array | None:
     return None if obj is None else view(name, obj)
 
@@ -66,10 +62,11 @@ def quantize_kv(
     pow2 = checks_pool.pow2_format(scale_format)
     if checks.flag("validate", validate):
         checks_pool.finite_rows("kv", arrays.to_numpy(a))
-    codes = arrays.empty(a, a.shape, checks.FP8)
-    scales = arrays.empty(a, (a.shape[0], a.shape[-1] // size), "float32")
-    _backend(a).quantize(a, codes, scales, size, pow2, 0 if a.kind == "numpy" else _stream(stream, a))
-    return QuantizedKV(arrays.result(codes), arrays.result(scales))
+    with arrays.queue(stream, a) as at:
+        codes = arrays.empty(a, a.shape, checks.FP8)
+        scales = arrays.empty(a, (a.shape[0], a.shape[-1] // size), "float32")
+        _backend(a).quantize(a, codes, scales, size, pow2, at)
+        return QuantizedKV(arrays.result(codes), arrays.result(scales))
 
 
 def dequantize_kv(codes: Any, scales: Any, dtype: Any = "float32", *, group_size: int = 64, stream: Any = None) -> Any:
@@ -89,9 +86,10 @@ def dequantize_kv(codes: Any, scales: Any, dtype: Any = "float32", *, group_size
     a, s = view("codes", codes), view("scales", scales)
     name = checks_pool.dtype_argument(dtype)
     size = checks_pool.dequantize(a, s, None, name, group_size)
-    out = arrays.empty(a, a.shape, name)
-    _backend(a).dequantize(a, s, None, out, size, 0 if a.kind == "numpy" else _stream(stream, a))
-    return arrays.result(out)
+    with arrays.queue(stream, a, s) as at:
+        out = arrays.empty(a, a.shape, name)
+        _backend(a).dequantize(a, s, None, out, size, at)
+        return arrays.result(out)
 
 
 def store_kv(
@@ -168,9 +166,10 @@ def store_kv(
         checks_pool.stored_values(arrays.to_numpy(where), arrays.to_numpy(rows), num_pages * page_size)
         if turn is not None:
             checks_pool.position_values(arrays.to_numpy(turn.positions), turn.cos.shape[0])
-    _backend(pool).store(
-        rows, where, pool, scales, size, pow2, turn, 0 if pool.kind == "numpy" else _stream(stream, rows)
-    )
+    launch_on = 0
+    if pool.kind != "numpy":
+        launch_on = arrays.stream_for(stream, rows, pool, scales, where, at, cosines, sines)
+    _backend(pool).store(rows, where, pool, scales, size, pow2, turn, launch_on)
 
 
 def apply_rope(
@@ -217,5 +216,6 @@ def _rotate(
     turn = checks_pool.rope(name, a, view("positions", positions), view("cos", cos), view("sin", sin), interleaved)
     if checks.flag("validate", validate):
         checks_pool.position_values(arrays.to_numpy(turn.positions), turn.cos.shape[0])
-    _backend(a).rotate(a, turn, inverse, 0 if a.kind == "numpy" else _stream(stream, a))
+    at = 0 if a.kind == "numpy" else arrays.stream_for(stream, a, turn.positions, turn.cos, turn.sin)
+    _backend(a).rotate(a, turn, inverse, at)
     return x

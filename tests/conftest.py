@@ -17,6 +17,8 @@ import gpu_record
 
 # Tests write no bytecode or caches into the checkout's package, and one process is enough for BLAS.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# JAX shares the GPU with CuPy and torch.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def _missing_gpu() -> str | None:

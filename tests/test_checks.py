@@ -87,7 +87,8 @@ def test_not_an_array(name, value):
 class FakeTensor:
     """What `arrays` asks a torch tensor."""
 
-    def __init__(self, device, requires_grad=False):
+    def __init__(self, device, requires_grad=False, negated=False):
+        self.negated = negated
         self.device = type("device", (), {"type": device, "index": 0, "__str__": lambda self: device})()
         self.shape, self.dtype, self.requires_grad = (T, H, D), "torch.bfloat16", requires_grad
 
@@ -100,6 +101,9 @@ class FakeTensor:
     def stride(self):
         return (H * D, D, 1)
 
+    def is_neg(self):
+        return self.negated
+
 
 FakeTensor.__module__ = "torch"
 
@@ -110,6 +114,10 @@ def test_tensor_on_the_cpu():
 
 def test_tensor_that_requires_grad():
     fails(TypeError, fp8_call(q=FakeTensor("cuda", requires_grad=True)), "q requires grad", "q.detach()")
+
+
+def test_tensor_whose_signs_are_not_in_memory():
+    fails(TypeError, fp8_call(q=FakeTensor("cuda", negated=True)), "q is a view of a conjugate", "q.resolve_neg()")
 
 
 def test_torch_tensor_is_described():

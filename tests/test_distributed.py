@@ -213,6 +213,48 @@ def test_wrong_shards_and_communicators_are_named():
         distributed.ShardedKV(3, 37, 64)
 
 
+class StandIn:
+    """What an NcclCommunicator shows of itself; a wait ends when it is aborted, as NCCL's do."""
+
+    def __init__(self):
+        self.aborted = threading.Event()
+
+    def rank_id(self):
+        return 2
+
+    def size(self):
+        return 3
+
+    def abort(self):
+        self.aborted.set()
+
+    allGather = None
+
+
+def test_a_wait_for_nccl_has_a_time_limit():
+    inner = StandIn()
+    comm = distributed.Nccl(inner, timeout=0.1)
+    with pytest.raises(RuntimeError, match=r"rank 2 waited 0.1 s for 3 ranks"), comm.limit():
+        assert inner.aborted.wait(20)
+    inner = StandIn()
+    comm = distributed.Nccl(inner, timeout=0.1)
+    with comm.limit():
+        pass
+    with pytest.raises(KeyError, match="mine"), comm.limit():
+        raise KeyError("mine")
+    assert not inner.aborted.wait(0.3)
+
+
+def test_communicators_are_recognised():
+    backend = type("NCCLBackend", (), {"__module__": "cupyx.distributed._nccl_comm", "_comm": StandIn(), "rank": 2})
+    for theirs in (StandIn(), backend()):  # a cupyx backend has a rank but no size
+        comm = distributed.communicator(theirs)
+        assert isinstance(comm, distributed.Nccl)
+        assert (comm.rank, comm.size) == (2, 3)
+    own = distributed.NumpyGroup(2).rank(1)
+    assert distributed.communicator(own) is own
+
+
 def test_local_slots():
     got = _local(np.array([-1, 0, 5, 11, 12, 2**31 - 1], "int32"), (1, 2, 3, 12))
     assert got.tolist() == [-1, -1, 2, 5, -1, -1]  # pages 0 (slots 0-2), 1 (3-5), 2, 3 (9-11)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import ctypes
 import gc
+import sys
+import types
 
 import ml_dtypes
 import numpy as np
@@ -199,6 +203,150 @@ def test_bfloat16_without_a_dtype_is_not_guessed():
 
     with pytest.raises(TypeError, match=r"q offers __cuda_array_interface__ alone.*<V2"):
         arrays.view("q", Bare())
+
+
+class FakeDevice:
+    """CuPy's streams and events, recording what they are asked; work on a stream is done once `done` has it."""
+
+    def __init__(self, monkeypatch, current=0):
+        cupy = pytest.importorskip("cupy")
+        self.log, self.done, self.captured, self.current = [], set(), set(), current
+        outer = self
+
+        class Event:
+            def __init__(self, **options):
+                self.stream = None
+
+            def record(self, stream):
+                self.stream = stream.ptr
+                outer.log.append(("record", stream.ptr))
+
+            @property
+            def done(self):
+                return self.stream in outer.done
+
+        class Stream:
+            def __init__(self, ptr, device=-1):
+                self.ptr = ptr
+
+            def is_capturing(self):
+                return self.ptr in outer.captured
+
+            def wait_event(self, event):
+                outer.log.append(("wait", self.ptr, event.stream))
+
+        monkeypatch.setattr(cupy.cuda, "Event", Event)
+        monkeypatch.setattr(cupy.cuda, "ExternalStream", Stream)
+        monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda device=-1: Stream(self.current))
+        monkeypatch.setattr(cupy.cuda, "Device", lambda number: contextlib.nullcontext())
+        monkeypatch.setattr(exchange, "_parked", collections.deque())
+
+
+class OnGpu(Exporter):
+    """An exporter that says its memory is on CUDA device 0."""
+
+    def __init__(self, array):
+        super().__init__(array, device=2)
+        self.streams = []
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+    def __dlpack__(self, *, stream=None, **options):
+        self.streams.append(stream)
+        return super().__dlpack__(**options)
+
+
+class JaxArray(OnGpu):
+    __module__ = "jax.fake"
+
+
+def deletions(exporter):
+    """A list that grows when the exporter's latest capsule is given back."""
+    content = exchange._Versioned.from_address(
+        ctypes.pythonapi.PyCapsule_GetPointer(exporter.given[-1], b"used_dltensor_versioned")
+    )
+    seen, original = [], exchange._Deleter(content.deleter)
+
+    @exchange._Deleter
+    def deleter(address):
+        seen.append(address)
+        original(address)
+
+    content.deleter = ctypes.cast(deleter, ctypes.c_void_p).value
+    exporter.kept = deleter
+    return seen
+
+
+def described(exporter, device=0):
+    """As `arrays.view` describes it, without a CuPy array over memory that is not there."""
+    taken = exchange.take("a", exporter)
+    return arrays.Array(
+        None, "cupy", taken.ptr, taken.shape, taken.strides, taken.dtype, 0, True, None, exporter, taken
+    )
+
+
+@pytest.mark.parametrize(("current", "asked"), [(0, 1), (1, 1), (32, 32)])
+def test_producers_are_asked_for_order_with_cupys_stream(monkeypatch, current, asked):
+    FakeDevice(monkeypatch, current)
+    exporter = OnGpu(np.arange(3))
+    exchange.take("a", exporter)
+    assert exporter.streams == [asked]
+
+
+def test_nothing_is_waited_for_inside_a_capture(monkeypatch):
+    gpu = FakeDevice(monkeypatch, 32)
+    gpu.captured.add(32)
+    exporter, jax_array = OnGpu(np.arange(3)), JaxArray(np.arange(3))
+    views = [described(exporter), described(jax_array)]
+    assert (exporter.streams, jax_array.streams) == ([-1], [None])
+    seen = deletions(exporter)
+    assert arrays.stream_for(None, *views) == 32
+    del views
+    gc.collect()
+    assert gpu.log == []
+    assert len(seen) == 1
+
+
+def test_memory_of_other_libraries_is_kept_until_the_work_is_done(monkeypatch):
+    gpu = FakeDevice(monkeypatch, 32)
+    exporter = OnGpu(np.arange(3))
+    a = described(exporter)
+    seen = deletions(exporter)
+    assert arrays.stream_for(64, a) == 64
+    assert gpu.log == [("record", 32), ("wait", 64, 32)]
+    del a
+    gc.collect()
+    assert gpu.log[2:] == [("record", 64)]
+    exchange.let_go()
+    assert seen == []
+    gpu.done.add(64)
+    exchange.let_go()
+    assert len(seen) == 1
+
+
+def test_arrays_of_two_libraries_are_put_in_order(monkeypatch):
+    """A CuPy pool with torch's q: torch's stream waits for CuPy's, and the pool's memory is kept."""
+    gpu = FakeDevice(monkeypatch, 32)
+    monkeypatch.setitem(sys.modules, "torch", TORCH)
+    q = arrays.Array(None, "torch", 0, (), (), "float16", 0, True)
+    pool = arrays.Array(object(), "cupy", 0, (), (), "float16", 0, True)
+    assert arrays.stream_for(None, q, q, None) == 96
+    assert gpu.log == []
+    assert arrays.stream_for(None, q, pool) == 96
+    assert gpu.log == [("record", 32), ("wait", 96, 32)]
+    kept = pool.obj
+    del pool
+    assert [held for _, held in exchange._parked] == [kept]
+
+
+TORCH = types.SimpleNamespace(
+    cuda=types.SimpleNamespace(
+        current_stream=lambda device: types.SimpleNamespace(cuda_stream=96),
+        is_available=lambda: True,
+        is_current_stream_capturing=lambda: False,
+    )
+)
 
 
 class TestJax:

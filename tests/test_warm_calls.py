@@ -165,7 +165,7 @@ def test_a_warm_layout_lets_no_bad_call_through(device, change, error):
 def test_results_and_scratch_not_given_are_made_for_every_call(device, monkeypatch):
     made = []
 
-    def empty(like, shape, dtype):
+    def empty(like, shape, dtype, stream=None):
         made.append(shape)
         kind = BF16 if dtype == "bfloat16" else dtype
         return arrays.view("", at(0x1000000 * (1 + len(made)), shape, kind))

@@ -362,7 +362,7 @@ def decode(
     base = 0
     if call.workspace_bytes:
         if workspace is None:
-            workspace = arrays.empty(q, (call.workspace_bytes,), "uint8")
+            workspace = arrays.empty(q, (call.workspace_bytes,), "uint8", stream)
         elif workspace.shape[0] < call.workspace_bytes:
             raise ValueError(
                 f"workspace must hold at least {call.workspace_bytes} bytes (see cupy_paged.workspace_size), "
