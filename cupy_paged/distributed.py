@@ -7,7 +7,9 @@ all heads of all tokens over them without the sink, and the partial results are 
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -93,11 +95,53 @@ class _NumpyRank:
 
 
 class Nccl:
-    """A `Communicator` over ``cupy.cuda.nccl.NcclCommunicator``."""
+    """A `Communicator` over ``cupy.cuda.nccl.NcclCommunicator``.
 
-    def __init__(self, communicator: Any) -> None:
-        self._comm = communicator
+    Parameters
+    ----------
+    communicator : NcclCommunicator
+    timeout : float
+        Seconds that `limit` allows.
+    """
+
+    def __init__(self, communicator: Any, timeout: float = 60.0) -> None:
+        self._comm, self._timeout = communicator, timeout
         self.rank, self.size = int(communicator.rank_id()), int(communicator.size())
+
+    @contextlib.contextmanager
+    def limit(self) -> Iterator[None]:
+        """Abort the communicator when what stands inside takes longer than `timeout`, and raise RuntimeError.
+
+        For code in which the host waits for a collective, as in ``with comm.limit(): stream.synchronize()``. NCCL itself
+        waits for ever. An aborted communicator, and graphs that captured it, are of no more use.
+        """
+        lock, done, expired = threading.Lock(), threading.Event(), threading.Event()
+
+        def abort() -> None:
+            with lock:  # held to the end: nobody leaves while the communicator is taken down
+                if not done.is_set():
+                    expired.set()
+                    self._comm.abort()
+
+        timer = threading.Timer(self._timeout, abort)
+        timer.daemon = True
+        timer.start()
+        error = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        finally:
+            timer.cancel()
+            with lock:
+                done.set()
+        if expired.is_set():
+            raise RuntimeError(
+                f"rank {self.rank} waited {self._timeout} s for {self.size} ranks and aborted the communicator: a rank has "
+                "failed or makes other calls"
+            ) from error
+        if error is not None:
+            raise error
 
     def all_gather(self, send: Any, receive: Any, stream: int) -> None:
         from cupy.cuda import nccl
@@ -149,9 +193,9 @@ class Torch:
 
 def communicator(given: Any) -> Communicator:
     """`given` as a `Communicator`: one already, an NcclCommunicator, a cupyx.distributed backend or a torch process group."""
+    if type(given).__module__.startswith("cupyx.distributed"):
+        return Nccl(given._comm)
     if all(hasattr(given, name) for name in ("rank", "size", "all_gather", "all_to_all")) and not callable(given.size):
-        if type(given).__module__.startswith("cupyx."):
-            return Nccl(given._comm)
         result: Communicator = given
         return result
     if hasattr(given, "allGather"):
@@ -416,7 +460,8 @@ class ShardedKV:
             *q.shape, nnz, LAYOUTS.index(layout), dtypes.index(q.dtype), self._num_pages, self.local.page_size,
             dtypes.index(self.local.dtype),
         ]  # fmt: skip
-        with arrays.on_device(q):
+        # Where the communicator has a time limit, a rank that does not come is an error here instead of a wait for ever.
+        with arrays.on_device(q), getattr(self._comm, "limit", contextlib.nullcontext)():
             at = 0 if q.kind == "numpy" else arrays.current_stream(q)
             send: Any = np.array(mine)
             if q.kind != "numpy":

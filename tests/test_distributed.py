@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupy_paged
-from cupy_paged import distributed
+from cupy_paged import bench_ranks, distributed
 from cupy_paged.backends.numpy_split import _local
 
 BF16, FP8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
@@ -213,6 +213,48 @@ def test_wrong_shards_and_communicators_are_named():
         distributed.ShardedKV(3, 37, 64)
 
 
+class StandIn:
+    """What an NcclCommunicator shows of itself; a wait ends when it is aborted, as NCCL's do."""
+
+    def __init__(self):
+        self.aborted = threading.Event()
+
+    def rank_id(self):
+        return 2
+
+    def size(self):
+        return 3
+
+    def abort(self):
+        self.aborted.set()
+
+    allGather = None
+
+
+def test_a_wait_for_nccl_has_a_time_limit():
+    inner = StandIn()
+    comm = distributed.Nccl(inner, timeout=0.1)
+    with pytest.raises(RuntimeError, match=r"rank 2 waited 0.1 s for 3 ranks"), comm.limit():
+        assert inner.aborted.wait(20)
+    inner = StandIn()
+    comm = distributed.Nccl(inner, timeout=0.1)
+    with comm.limit():
+        pass
+    with pytest.raises(KeyError, match="mine"), comm.limit():
+        raise KeyError("mine")
+    assert not inner.aborted.wait(0.3)
+
+
+def test_communicators_are_recognised():
+    backend = type("NCCLBackend", (), {"__module__": "cupyx.distributed._nccl_comm", "_comm": StandIn(), "rank": 2})
+    for theirs in (StandIn(), backend()):  # a cupyx backend has a rank but no size
+        comm = distributed.communicator(theirs)
+        assert isinstance(comm, distributed.Nccl)
+        assert (comm.rank, comm.size) == (2, 3)
+    own = distributed.NumpyGroup(2).rank(1)
+    assert distributed.communicator(own) is own
+
+
 def test_local_slots():
     got = _local(np.array([-1, 0, 5, 11, 12, 2**31 - 1], "int32"), (1, 2, 3, 12))
     assert got.tolist() == [-1, -1, 2, 5, -1, -1]  # pages 0 (slots 0-2), 1 (3-5), 2, 3 (9-11)
@@ -235,3 +277,20 @@ def test_cost_model_and_its_table():
         assert shorter.us >= shorter.one_gpu_us
     alone = distributed.cost(1, 4, 16, 1000)
     assert (alone.bytes_received, alone.us) == (0, alone.one_gpu_us)
+
+
+def test_table_of_measurements():
+    row = bench_ranks.Row(4, 32, 65536, "heads", 131.0, 20.0, 334.0, 3_000_000, 1.5e-3)
+    cells = bench_ranks.markdown([row], 450.0).splitlines()[-1].split("|")[1:-1]
+    assert [c.strip() for c in cells][4:] == ["131.0", "20.0", "334.0", "2.55", "3.00", "33.3", "1.5e-03"]
+
+
+def test_measuring_without_a_gpu_says_why(monkeypatch, capsys):
+    cupy = pytest.importorskip("cupy")
+
+    def none():
+        raise RuntimeError("no device here")
+
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", none)
+    assert bench_ranks.main([]) == 1
+    assert "nothing to measure: RuntimeError: no device here" in capsys.readouterr().err

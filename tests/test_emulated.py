@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import calls
 import emulator
+import fuzz
 import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+import test_ends
 
-from cupy_paged import dequantize_kv, merge_states, paged_decode, quantize_kv, store_kv
+from cupy_paged import arrays, dequantize_kv, distributed, merge_states, paged_decode, quantize_kv, store_kv
+from cupy_paged.backends import cuda_split, numpy_split
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="the emulator is compiled with g++")
@@ -24,10 +29,7 @@ def gpu(monkeypatch):
     made = device.Gpu()
     device.install(monkeypatch, made)
     yield made
-    from cupy_paged.backends import cuda, cuda_pool
-
-    for cached in (cuda._device, cuda._launch, *[f for f in vars(cuda_pool).values() if hasattr(f, "cache_clear")]):
-        cached.cache_clear()  # nothing of this device is found by later tests
+    device.forget()  # nothing of this device is found by later tests
 
 
 def decode(gpu, call, **more):
@@ -102,15 +104,85 @@ def test_store_is_the_numpy_backends(gpu, page_size):
     np.testing.assert_array_equal(gpu.numpy(mine[1]), scales)
 
 
-def test_merge_is_the_numpy_backends(gpu):
+@pytest.mark.parametrize("far", [1.0, 90.0])  # expf clamps arguments below -87
+def test_merge_is_the_numpy_backends(gpu, far):
     rng = np.random.default_rng(7)
     outs = [rng.standard_normal((3, 4, 64)).astype(np.float32) for _ in range(3)]
     lses = [rng.standard_normal((3, 4)).astype(np.float32) for _ in range(3)]
     lses[1][0] = -np.inf
-    expected = merge_states(outs, lses)
-    got = merge_states([gpu.array(o) for o in outs], [gpu.array(e) for e in lses])
+    lses = [np.float32(far) * e for e in lses]
+    sink = rng.standard_normal(4).astype(np.float32)
+    expected = merge_states(outs, lses, sink)
+    got = merge_states([gpu.array(o) for o in outs], [gpu.array(e) for e in lses], gpu.array(sink))
     for mine, theirs in zip(got, expected, strict=True):
         np.testing.assert_allclose(gpu.numpy(mine), theirs, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("size", "lengths"), [(1, [5]), (3, [0, 2500, 0, 1, 1600, 30]), (8, [4100] + 20 * [3])])
+def test_split_lists_are_the_numpy_backends(gpu, size, lengths):
+    rng = np.random.default_rng(9)
+    indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    indices = rng.integers(-3, 4 * 37 + 3, int(indptr[-1]), dtype=np.int32)
+    shapes = len(indices), len(indptr), cuda_split.chunks(len(indices))
+    for rank in {0, size // 2, size - 1}:
+        both = []
+        for split, put in ((numpy_split.split, np.array), (cuda_split.split, gpu.array)):
+            made = [put(a) for a in (indices, indptr, *[np.zeros(n, np.int32) for n in shapes])]
+            split(*[arrays.view("", a) for a in made], (rank, size, 4, 4 * 37), 0)
+            both.append(made[2:4])
+        for expected, got in zip(*both, strict=True):
+            np.testing.assert_array_equal(gpu.numpy(got), expected)
+
+
+@pytest.mark.parametrize("indptr", [[5, 3, -7, 9], [0, 2**31 - 1, 4, -(2**31)], [100, 100, 100, 100]])
+def test_split_of_malformed_lists_stays_in_its_arrays(gpu, indptr):
+    made = [np.arange(50, dtype=np.int32), np.array(indptr, np.int32), np.zeros(50, np.int32)]
+    made += [np.zeros(4, np.int32), np.zeros(1, np.int32)]
+    put = [gpu.array(a) for a in made]
+    cuda_split.split(*[arrays.view("", a) for a in put], (0, 2, 1, 50), 0)
+    numpy_split.split(*[arrays.view("", a) for a in made], (0, 2, 1, 50), 0)
+    for got, expected in zip(put[2:4], made[2:4], strict=True):
+        np.testing.assert_array_equal(gpu.numpy(got), expected)
+
+
+class InTurn:
+    """A rank of several that run one after the other: the last one has everybody's parts."""
+
+    def __init__(self, rank, size, sent):
+        self.rank, self.size, self._sent, self._calls = rank, size, sent, 0
+
+    def _exchange(self, send, receive, first, count):
+        parts = self._sent.setdefault(self._calls, {})
+        self._calls += 1
+        parts[self.rank] = ctypes.string_at(send.data.ptr, send.nbytes)
+        for r, part in parts.items():
+            ctypes.memmove(receive.data.ptr + r * count, part[first : first + count], count)
+
+    def all_gather(self, send, receive, stream):
+        self._exchange(send, receive, 0, send.nbytes)
+
+    def all_to_all(self, send, receive, stream):
+        share = send.nbytes // self.size
+        self._exchange(send, receive, self.rank * share, share)
+
+
+@pytest.mark.parametrize("layout", ["all", "tokens"])
+@pytest.mark.parametrize(("size", "pages"), [(1, 37), (3, 37), (3, 2)])  # a rank of the last has no page
+def test_decode_over_ranks_is_the_oracles(gpu, monkeypatch, size, pages, layout):
+    monkeypatch.setattr(distributed.ShardedKV, "_agree", lambda self, *shape: None)
+    call = calls.draw(np.random.default_rng(10), t=3, h=4, d=128, lengths=[60, 0, 9], bad=0.1, pages=pages)
+    sink = np.linspace(-1, 1, 4, dtype=np.float32)
+    sent = {}
+    for rank in range(size):
+        own = [gpu.array(call[name][rank::size]) for name in ("unified_kv", "kv_scales")]
+        pool = distributed.ShardedKV.from_arrays(InTurn(rank, size, sent), pages, *own)
+        out, lse = pool.decode(
+            *[gpu.array(call[n]) for n in ("q", "kv_indices", "kv_indptr")], gpu.array(sink), layout=layout
+        )
+    mine = slice(None) if layout == "all" else slice(3 - 3 // size, 3)  # the last rank's tokens
+    exact, exact_lse = calls.decode_call(call, sink)
+    oracle.compare(gpu.numpy(out), exact[mine], 2.5e-3)
+    oracle.compare(gpu.numpy(lse), exact_lse[mine], 1e-3)
 
 
 def test_an_access_outside_the_arrays_is_found(gpu):
@@ -121,3 +193,33 @@ def test_an_access_outside_the_arrays_is_found(gpu):
     gpu.arrays = [a for a in gpu.arrays if a.ctypes.data != pool]
     with pytest.raises(emulator.EmulationError, match="load from global memory outside every array"):
         paged_decode(**paged_decode_arguments)
+
+
+@pytest.mark.parametrize("softmax_scale", [0.0, -3e38, 3e38])
+def test_any_softmax_scale(gpu, softmax_scale):
+    rng = np.random.default_rng(3)
+    call = test_ends.call_of(rng, test_ends.q_values(rng, "normal", 5, BF16), *test_ends.fp8_pool(rng, "normal"))
+    out, lse = decode(gpu, call, softmax_scale=softmax_scale)
+    fuzz.compare("emulated", out, lse, fuzz.exact(call, {"softmax_scale": softmax_scale}))
+
+
+@pytest.mark.parametrize(
+    ("q_kind", "kind"),
+    [
+        ("largest", "largest"),
+        ("one head largest", "largest scale"),
+        ("subnormal", "all magnitudes"),
+        ("largest of one sign", "smallest"),
+        ("normal", "zeros beside large"),
+    ],
+)
+def test_ends_of_the_formats(gpu, q_kind, kind):
+    """A few of test_ends.py, FP8 and bf16 pools, undivided and in three splits with a sink."""
+    rng = np.random.default_rng(1)
+    q = test_ends.q_values(rng, q_kind, 5, BF16)
+    pools = [test_ends.fp8_pool(rng, kind), (test_ends.rows_16(rng, kind if "large" not in kind else "largest", BF16),)]
+    for pool in pools:
+        call = test_ends.call_of(rng, q, *pool)
+        for options in ({}, {"num_splits": 3, "attn_sink": np.array([-np.inf, np.inf, 3e38, -3e38, 0], np.float32)}):
+            out, lse = decode(gpu, call, **options)
+            fuzz.compare("emulated", out, lse, fuzz.exact(call, options))

@@ -1,7 +1,7 @@
 """CUDA kernels on the CPU: compiled to PTX by NVRTC, which needs no GPU, and interpreted by machine.cpp.
 
-Accesses outside the given arrays or shared memory, misaligned ones, deadlocks and registers touched while a wgmma is in
-flight are errors. Warps run in an order drawn from a seed, and cp.async and wgmma complete early or late by the seed.
+Accesses outside the given arrays or shared memory, misaligned ones, deadlocks, races of warps for words of shared memory
+and registers touched while a wgmma is in flight are errors. Warps run in an order drawn from a seed, and cp.async and wgmma complete early or late by the seed.
 """
 
 from __future__ import annotations
@@ -125,10 +125,12 @@ class Program:
             self._variable(line.strip())
         parameters, _, body = body.partition(")")
         self.param_bytes = 0
-        for align, name, size in re.findall(r"\.param \.align (\d+) \.b8 (\w+)\[(\d+)\]", parameters):
-            self.param_bytes = -(-self.param_bytes // int(align)) * int(align)
-            self.symbols[name] = self.param_bytes
-            self.param_bytes += int(size)
+        declared = r"\.param \.(?:align (\d+) \.)?(\w+) (\w+)(?:\[(\d+)\])?"
+        for align, kind, name, count in re.findall(declared, parameters):
+            size = BITS[kind] // 8
+            align = int(align or size)
+            self.symbols[name] = self.param_bytes = -(-self.param_bytes // align) * align
+            self.param_bytes += size * int(count or 1)
         cluster = re.search(r"\.reqnctapercluster ([\d, ]+)", body)
         if cluster:
             self.cluster = int(np.prod([int(n) for n in cluster[1].split(",")]))
@@ -238,7 +240,9 @@ class Program:
         op, mod, imm, target = parts[0], 0, offsets[0] if offsets else 0, 0
         results = grouped[0] if grouped else 0
         flags = (FTZ if "ftz" in mods else 0) | (NAN if "NaN" in mods else 0) | (TRUNC if "rz" in mods else 0)
-        if op in NOTHING or (op == "cvta"):
+        if op == "fence" and "proxy" in mods:
+            op, operands = "proxy_fence", []
+        elif op in NOTHING or op == "cvta":
             op = "mov" if op == "cvta" else "nop"
             operands = operands if op == "mov" else []
         elif op == "mov" and (grouped[0] > 1 or grouped[1] > 1):
@@ -247,6 +251,9 @@ class Program:
             op += "_wide"
         elif op == "mul" and "hi" in mods:
             op = "mul_hi"
+        elif op == "cvt" and "sat" in mods and types == ["f32", "f32"]:
+            op, mod = "fma", 1  # times 1, plus -0
+            operands += [0x3F800000, 0x80000000]
         elif op == "cvt":
             kind, mod = types[0], TYPES.index(types[1])
             imm = next((n for n, r in enumerate(("n", "z", "m", "p")) if {"r" + r, f"r{r}i"} & set(mods)), 1)
@@ -271,6 +278,8 @@ class Program:
             mod, imm = ["all", "any", "ballot", "uni"].index(mods[1]), negated_operand
         elif op == "shf":
             mod = ("r" in mods) + 2 * ("clamp" in mods)
+        elif op == "fma":
+            mod = ("sat" in mods) + 2 * ("rm" in mods)
         elif op == "bfind":
             mod = int("shiftamt" in mods)
         elif op in ("bar", "barrier"):
@@ -291,8 +300,9 @@ class Program:
                 op, mod = "copy_wait", int("wait_all" in mods)
             else:
                 op, target = "copy", ("offset", offsets[1])
-        elif op == "ldmatrix":
+        elif op in ("ldmatrix", "stmatrix"):
             mod = int("trans" in mods)
+            results = grouped[0] if op == "ldmatrix" else 0
         elif op == "mma":
             mod = int("bf16" in mods)
         elif op == "mbarrier":

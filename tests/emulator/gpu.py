@@ -83,6 +83,15 @@ class Gpu:
         return Launch
 
 
+def forget():
+    """Let calls find nothing again that was kept for such a device."""
+    from cupy_paged.backends import cuda, cuda_pool
+
+    kept = [f for module in (cuda, cuda_pool) for f in vars(module).values() if hasattr(f, "cache_clear")]
+    for cached in kept:
+        cached.cache_clear()
+
+
 def install(monkeypatch, gpu):
     """Let cupy_paged's CUDA backend run on `gpu` until the test ends."""
     import cupy
@@ -103,8 +112,7 @@ def install(monkeypatch, gpu):
         monkeypatch.setattr(module, "Launch", launch)
     monkeypatch.setattr(cuda, "_prepared", {})
     monkeypatch.setattr(ops, "_calls", {})
-    for cached in (cuda._device, cuda._launch, *[f for f in vars(cuda_pool).values() if hasattr(f, "cache_clear")]):
-        cached.cache_clear()
+    forget()
     names = {"bfloat16": arrays._ML_DTYPES["bfloat16"], "float8_e4m3fn": np.uint8}
 
     def empty(like, shape, dtype, stream=None):

@@ -22,8 +22,8 @@ using Half = _Float16;
 #define OPCODES(X) X(abs) X(add) X(and_) X(atom) X(bar_arrive) X(bar_red) X(bar_sync) X(bar_warp) X(barrier_cluster_arrive) \
     X(barrier_cluster_wait) X(bfi) X(bfind) X(bra) X(brev) X(clz) X(copysign) X(commit) X(copy) X(copy_wait) X(cvt) X(div) \
     X(ex2) X(fma) X(ld) X(ldmatrix) X(lg2) X(mad) X(mad_wide) X(mapa) X(max) X(min) X(mb_arrive) X(mb_expect) X(mb_init) \
-    X(mb_wait) X(mma) X(mov) X(mul) X(mul_hi) X(mul_wide) X(neg) X(nop) X(not_) X(or_) X(pack) X(popc) X(prmt) X(rcp) X(rem) \
-    X(ret) X(selp) X(setp) X(shf) X(shfl) X(shl) X(shr) X(sqrt) X(st) X(st_async) X(sub) X(unpack) X(vote) X(wgmma) \
+    X(mb_wait) X(mma) X(mov) X(mul) X(mul_hi) X(mul_wide) X(neg) X(nop) X(not_) X(or_) X(pack) X(popc) X(prmt) X(proxy_fence) X(rcp) X(rem) \
+    X(ret) X(selp) X(setp) X(shf) X(shfl) X(shl) X(shr) X(sqrt) X(st) X(st_async) X(stmatrix) X(sub) X(unpack) X(vote) X(wgmma) \
     X(wgmma_commit) X(wgmma_wait) X(xor_)
 enum Op { 
 #define X(name) name##_op,
@@ -72,25 +72,38 @@ struct Random {
     u32 next() { state = state * 6364136223846793005ull + 1442695040888963407ull; return (u32)(state >> 33); }
     u32 below(u32 n) { return next() % n; }
 };
-struct Barrier { u32 arrived = 0, generation = 0, pending_or = 0, last_or = 0; };
-struct MBarrier { i64 count, pending, tx; u32 phase; };
+// Vector clocks, an entry for each warp of the cluster: what is ordered before, and what of it wgmma may read.
+struct Clocks {
+    std::vector<u32> seen, fenced;
+    void join(const Clocks& o) {
+        seen.resize(std::max(seen.size(), o.seen.size()));
+        fenced.resize(seen.size());
+        for (size_t k = 0; k < o.seen.size(); ++k) seen[k] = std::max(seen[k], o.seen[k]), fenced[k] = std::max(fenced[k], o.fenced[k]);
+    }
+};
+struct Sync { Clocks coming, done; };         // what arrivals bring, and what waiters of the last phase get
+struct Written { u32 clock, warp, line; };    // last write of a word of shared memory
+struct Barrier { Sync sync; u32 arrived = 0, generation = 0, pending_or = 0, last_or = 0; };
+struct MBarrier { Sync sync; i64 count, pending, tx; u32 phase; };
 struct Copy { int lane; u32 group; u32 to; u64 from; u32 bytes, taken; };
 struct Wgmma { const Ins* ins; u64 a, b; bool done, add; u32 group; };
 struct Lanes { i64 pc; u32 mask; };
 struct Cta;
 struct Warp {
-    Cta* cta; int index; u32 live; std::vector<Lanes> lanes; std::vector<u64> regs; std::vector<u8> local;
+    Cta* cta; int index, id; Clocks clocks; u32 live; std::vector<Lanes> lanes; std::vector<u64> regs; std::vector<u8> local;
     u64 blocked_at = ~0ull; int waits = -1; u32 wait_generation = 0; bool cluster_arrived = false; u32 cluster_generation = 0;
     u32 copy_group[32] = {}; std::vector<Copy> copies; std::vector<Wgmma> products; u32 wgmma_group = 0;
     std::vector<u8> busy;  // by register: 1 read, 2 written by a wgmma in flight
 };
-struct Cta { std::vector<u8> shared; std::map<u32, MBarrier> mbarriers; Barrier barriers[16]; std::vector<Warp> warps; int rank; u32 at[3]; };
+struct Cta { std::vector<u8> shared; std::map<u32, MBarrier> mbarriers; Barrier barriers[16]; std::vector<Warp> warps; int rank; u32 at[3];
+    std::vector<Written> written; std::vector<u32> reads;  // of each word; reads: [word][warp] clock
+};
 
 struct Machine {
     const Ins* code; i64 size; const i64* args; const u64* constants; i64 num_rows, num_constants; const u64* special_rows;
     u32 grid[3]; u32 threads, cluster, shared_bytes, local_bytes; const u8* params; u64 param_bytes;
     std::vector<Array> arrays; Random random; u64 executed = 0, limit; std::vector<Cta> ctas;
-    u32 cluster_arrived = 0, cluster_generation = 0; std::vector<float> halves;
+    u32 cluster_arrived = 0, cluster_generation = 0, num_warps = 0; Sync cluster_sync; std::vector<float> halves;
 
     [[noreturn]] void fail(const Warp& w, const Ins& i, int lane, const std::string& what) {
         char text[256];
@@ -122,6 +135,27 @@ struct Machine {
         if (at < SHARED_BASE || at + bytes > SHARED_BASE + shared_bytes) fail(w, i, lane, "shared access out of bounds at " + hex(at) + " of " + std::to_string(bytes) + " bytes");
         return c->shared.data() + (at - SHARED_BASE);
     }
+    // Checks that accesses of different warps to a word of shared memory are ordered by barriers. Accesses of less than
+    // a word and atomics are not looked at. `async`: by wgmma, which also needs a fence behind the write.
+    void touch(Warp& w, const Ins& i, int lane, u64 at, u64 bytes, bool write, bool async = false) {
+        if (bytes < 4) return;
+        Cta& c = at >> 24 ? ctas[(at >> 24) - 1] : *w.cta;
+        const u64 first = ((at & 0xffffff) - SHARED_BASE) / 4;
+        for (u64 word = first; word < first + bytes / 4; ++word) {
+            Written& last = c.written[word];
+            u32* reads = &c.reads[word * num_warps];
+            if (last.clock > w.clocks.seen[last.warp])
+                fail(w, i, lane, std::string("race: ") + (write ? "write" : "read") + " of the shared word " + hex(SHARED_BASE + 4 * word) + ", written by warp " + std::to_string(last.warp) + " at line " + std::to_string(last.line) + ", without a barrier between");
+            if (async && last.clock > w.clocks.fenced[last.warp])
+                fail(w, i, lane, "wgmma reads the shared word " + hex(SHARED_BASE + 4 * word) + ", written by warp " + std::to_string(last.warp) + " at line " + std::to_string(last.line) + ", without fence.proxy.async between");
+            if (!write) { reads[w.id] = w.clocks.seen[w.id]; continue; }
+            for (u32 r = 0; r < num_warps; ++r)
+                if (reads[r] > w.clocks.seen[r] && (int)r != w.id)
+                    fail(w, i, lane, "race: write of the shared word " + hex(SHARED_BASE + 4 * word) + ", read by warp " + std::to_string(r) + ", without a barrier between");
+            last = {w.clocks.seen[w.id], (u32)w.id, (u32)i.line};
+        }
+    }
+    void release(Warp& w, Sync& s) { s.coming.join(w.clocks); w.clocks.seen[w.id]++; }
     MBarrier& mbarrier(Warp& w, const Ins& i, int lane, u64 at) {
         Cta* c = w.cta;
         if (at >> 24) { c = &ctas.at((at >> 24) - 1); at &= 0xffffff; }
@@ -131,14 +165,15 @@ struct Machine {
     }
     void settle(Warp& w, const Ins& i, int lane, MBarrier& b) {
         if (b.pending < 0) fail(w, i, lane, "more arrivals at an mbarrier than it counts");
-        if (b.pending == 0 && b.tx == 0) { b.phase++; b.pending = b.count; }
+        if (b.pending == 0 && b.tx == 0) { b.phase++; b.pending = b.count; b.sync.done = b.sync.coming; }
     }
     void do_copy(Warp& w, const Ins& i, const Copy& c) {
         u8* to = shared(w, i, c.lane, c.to, c.bytes, c.bytes);
+        touch(w, i, c.lane, c.to, c.bytes, true);
         if (c.taken) memcpy(to, global(w, i, c.lane, c.from, c.taken, c.bytes, false), c.taken);
         memset(to + c.taken, 0, c.bytes - c.taken);
     }
-    u16 element(Warp& w, const Ins& i, u64 at) { at ^= at >> 3 & 0x70; u16 x; memcpy(&x, shared(w, i, 0, at, 2, 2), 2); return x; }
+    u16 element(Warp& w, const Ins& i, u64 at) { at ^= at >> 3 & 0x70; u16 x; memcpy(&x, shared(w, i, 0, at, 2, 2), 2); if (!(at & 3)) touch(w, i, 0, at, 4, false, true); return x; }
     // 16 rows of a product of 64 rows: this warp's. Operand layouts as in kernels/wgmma.cuh.
     void do_wgmma(Warp& w, Wgmma& p) {
         const Ins& i = *p.ins;
@@ -369,7 +404,10 @@ bool Machine::step(Warp& w, size_t which) {
                 if (i.type == F32) {
                     float x = as_float(a[l]), y = as_float(b[l]), z = as_float(c[l]);
                     if (ftz) x = flush(x), y = flush(y), z = flush(z);
-                    d[l] = result(std::fma(x, y, z), ftz);
+                    float r = std::fma(x, y, z);  // mod: 1 to [0, 1], NaN to 0; 2 rounded down
+                    if (i.mod & 2 && std::isfinite(r) && (double)r > std::fma((double)x, (double)y, (double)z)) r = std::nextafter(r, -INFINITY);
+                    if (i.mod & 1) r = r > 0.f ? std::min(r, 1.f) : 0.f;
+                    d[l] = result(r, ftz);
                 } else if (i.type == F64) d[l] = bits_of(std::fma(as_double(a[l]), as_double(b[l]), as_double(c[l])));
                 else {
                     u64 r = 0;
@@ -479,7 +517,7 @@ bool Machine::step(Warp& w, size_t which) {
                 const u64 at = base[l] + i.imm, whole_bytes = n * bytes;
                 u8* p;
                 if (i.mod == 0) p = global(w, i, l, at, whole_bytes, whole_bytes, store);
-                else if (i.mod == 1) p = shared(w, i, l, at, whole_bytes, whole_bytes);
+                else if (i.mod == 1) { p = shared(w, i, l, at, whole_bytes, whole_bytes); touch(w, i, l, at, whole_bytes, store); }
                 else if (i.mod == 2) { if (at + whole_bytes > param_bytes) fail(w, i, l, "parameter out of bounds"); p = (u8*)params + at; }
                 else { if (at + whole_bytes > local_bytes) fail(w, i, l, "local access out of bounds"); p = w.local.data() + (u64)l * local_bytes + at; }
                 for (i64 k = 0; k < n; ++k, p += bytes) {
@@ -548,6 +586,7 @@ bool Machine::step(Warp& w, size_t which) {
             const i64 given = i.count - k - (reduce ? 1 : 0) > 1 ? (i64)R(k + 1)[l0] : -1;
             if (w.waits < 0) {
                 b.arrived += 32;
+                release(w, b.sync);
                 if (reduce) each([&](int l) { b.pending_or |= (u32)(R(i.count - 1)[l] & 1); });
                 w.waits = (int)id;
                 w.wait_generation = b.generation;
@@ -557,19 +596,22 @@ bool Machine::step(Warp& w, size_t which) {
             if (given < 0) { expected = 0; for (Warp& o : w.cta->warps) expected += o.live ? 32 : 0; }
             if (given > 0 && given % 32) fail(w, i, l0, "barrier count is no multiple of 32");
             if (b.generation == w.wait_generation && b.arrived > expected) fail(w, i, l0, "more threads at a barrier than it counts");
-            if (b.generation == w.wait_generation && b.arrived == expected) { b.generation++; b.arrived = 0; b.last_or = b.pending_or; b.pending_or = 0; }
+            if (b.generation == w.wait_generation && b.arrived == expected) { b.generation++; b.arrived = 0; b.sync.done = std::move(b.sync.coming); b.sync.coming = Clocks(); b.last_or = b.pending_or; b.pending_or = 0; }
             if (i.op != bar_arrive_op && b.generation == w.wait_generation) return false;
             w.waits = -1;
+            if (i.op != bar_arrive_op) w.clocks.join(b.sync.done);
             if (reduce) each([&](int l) { R(0)[l] = b.last_or; });
             break;
         }
         case barrier_cluster_arrive_op:
             if (!whole()) return false;
             w.cluster_generation = cluster_generation;
-            { u32 all = 0; for (Cta& c : ctas) all += (u32)c.warps.size(); if (++cluster_arrived == all) { cluster_arrived = 0; cluster_generation++; } }
+            release(w, cluster_sync);
+            { u32 all = 0; for (Cta& c : ctas) all += (u32)c.warps.size(); if (++cluster_arrived == all) { cluster_arrived = 0; cluster_generation++; cluster_sync.done = cluster_sync.coming; } }
             break;
         case barrier_cluster_wait_op:
             if (cluster_generation == w.cluster_generation) return false;
+            w.clocks.join(cluster_sync.done);
             break;
         case mapa_op: each([&](int l) { R(0)[l] = (R(1)[l] & 0xffffff) | (R(2)[l] + 1) << 24; }); break;
         case copy_op: {  // args: to, from, bytes[, taken]
@@ -581,6 +623,7 @@ bool Machine::step(Warp& w, size_t which) {
             });
             break;
         }
+        case proxy_fence_op: w.clocks.fenced = w.clocks.seen; w.clocks.seen[w.id]++; break;
         case commit_op: each([&](int l) { w.copy_group[l]++; }); break;
         case copy_wait_op: wait_copies(w, i, run, i.mod ? -1 : (i64)R(0)[0]); break;
         case ldmatrix_op: {  // mod: 1 transposed; results: number of matrices
@@ -588,12 +631,30 @@ bool Machine::step(Warp& w, size_t which) {
             const int n = (int)i.results;
             u16 m[4][8][8];
             for (int k = 0; k < n; ++k)
-                for (int r = 0; r < 8; ++r) memcpy(m[k][r], shared(w, i, 8 * k + r, R(n)[8 * k + r] + i.imm, 16, 16), 16);
+                for (int r = 0; r < 8; ++r) {
+                    const u64 at = R(n)[8 * k + r] + i.imm;
+                    memcpy(m[k][r], shared(w, i, 8 * k + r, at, 16, 16), 16);
+                    touch(w, i, 8 * k + r, at, 16, false);
+                }
             for (int k = 0; k < n; ++k)
                 each([&](int l) {
                     const int g = l / 4, t = 2 * (l % 4);
                     R(k)[l] = i.mod ? m[k][t][g] | (u32)m[k][t + 1][g] << 16 : m[k][g][t] | (u32)m[k][g][t + 1] << 16;
                 });
+            break;
+        }
+        case stmatrix_op: {  // args: address, matrices
+            if (!whole() || run != ~0u) return false;
+            const int n = (int)i.count - 1;
+            for (int k = 0; k < n; ++k)
+                for (int l = 0; l < 32; ++l)
+                    for (int h = 0; h < 2; ++h) {
+                        const int g = l / 4, t = 2 * (l % 4) + h, row = i.mod ? t : g, column = i.mod ? g : t;
+                        const u16 x = (u16)(R(k + 1)[l] >> 16 * h);
+                        const u64 at = R(0)[8 * k + row] + i.imm;
+                        memcpy(shared(w, i, 8 * k + row, at, 16, 16) + 2 * column, &x, 2);
+                        touch(w, i, 8 * k + row, at + 4 * (column / 2), 4, true);
+                    }
             break;
         }
         case mma_op: {  // m16n8k16; mod: 1 bf16. args: d 4, a 4, b 2, c 4
@@ -615,10 +676,11 @@ bool Machine::step(Warp& w, size_t which) {
             for (int l = 0; l < 32; ++l) for (int e = 0; e < 4; ++e) R(e)[l] = result(d[l][e], false);
             break;
         }
-        case mb_init_op: each([&](int l) { shared(w, i, l, R(0)[l] + i.imm, 8, 8); const i64 n = (i64)(u32)R(1)[l]; w.cta->mbarriers[(u32)(R(0)[l] + i.imm)] = {n, n, 0, 0}; }); break;
+        case mb_init_op: each([&](int l) { shared(w, i, l, R(0)[l] + i.imm, 8, 8); const i64 n = (i64)(u32)R(1)[l]; w.cta->mbarriers[(u32)(R(0)[l] + i.imm)] = {{}, n, n, 0, 0}; }); break;
         case mb_arrive_op: case mb_expect_op:  // args: state, address[, count]
             each([&](int l) {
                 MBarrier& b = mbarrier(w, i, l, R(1)[l] + i.imm);
+                release(w, b.sync);
                 if (i.op == mb_expect_op) { b.tx += (u32)R(2)[l]; b.pending--; }
                 else b.pending -= i.count > 2 ? (i64)(u32)R(2)[l] : 1;
                 settle(w, i, l, b);
@@ -628,7 +690,7 @@ bool Machine::step(Warp& w, size_t which) {
             bool ready = true;
             each([&](int l) { ready &= (mbarrier(w, i, l, R(1)[l] + i.imm).phase & 1) != (R(2)[l] & 1); });
             if (!ready) return false;
-            each([&](int l) { R(0)[l] = 1; });
+            each([&](int l) { w.clocks.join(mbarrier(w, i, l, R(1)[l] + i.imm).sync.done); R(0)[l] = 1; });
             break;
         }
         case st_async_op: {  // args: address, values, mbarrier
@@ -637,6 +699,8 @@ bool Machine::step(Warp& w, size_t which) {
                 u8* p = shared(w, i, l, R(0)[l] + i.imm, 4 * n, 4 * n);
                 for (i64 k = 0; k < n; ++k) memcpy(p + 4 * k, &R(k + 1)[l], 4);
                 MBarrier& b = mbarrier(w, i, l, R(n + 1)[l]);
+                touch(w, i, l, R(0)[l] + i.imm, 4 * n, true);
+                release(w, b.sync);
                 b.tx -= 4 * n;
                 settle(w, i, l, b);
             });
@@ -680,6 +744,9 @@ bool Machine::advance(Warp& w) {
 void Machine::run_cluster(const std::vector<std::array<u32, 3>>& at) {
     ctas.resize(at.size());
     cluster_arrived = 0;
+    cluster_sync = Sync();
+    const u32 per_cta = (threads + 31) / 32;
+    num_warps = per_cta * (u32)at.size();
     std::vector<Warp*> all;
     for (size_t r = 0; r < at.size(); ++r) {
         Cta& c = ctas[r];
@@ -687,6 +754,8 @@ void Machine::run_cluster(const std::vector<std::array<u32, 3>>& at) {
         std::copy(at[r].begin(), at[r].end(), c.at);
         c.shared.assign(shared_bytes, 0xff);
         c.mbarriers.clear();
+        c.written.assign(shared_bytes / 4 + 1, Written{});
+        c.reads.assign((shared_bytes / 4 + 1) * num_warps, 0);
         for (Barrier& b : c.barriers) b = Barrier();
         c.warps.resize((threads + 31) / 32);
         for (size_t k = 0; k < c.warps.size(); ++k) {
@@ -697,6 +766,10 @@ void Machine::run_cluster(const std::vector<std::array<u32, 3>>& at) {
             w.regs.resize(num_rows * 32, 0xffffffffffffffffull);
             w.cta = &c;
             w.index = (int)k;
+            w.id = (int)(r * per_cta + k);
+            w.clocks.seen.assign(num_warps, 0);
+            w.clocks.fenced.assign(num_warps, 0);
+            w.clocks.seen[w.id] = 1;
             w.live = threads - 32 * k >= 32 ? ~0u : (1u << (threads - 32 * k)) - 1;
             w.lanes = {{0, w.live}};
             w.local.assign(32ull * local_bytes, 0xff);
