@@ -2,7 +2,11 @@
 
     python tests/sanitize.py                 memcheck, racecheck, initcheck and synccheck, one after another
     python tests/sanitize.py memcheck        one of them
-    python tests/sanitize.py --inside        the matrix itself, without the sanitizer
+    python tests/sanitize.py --inside all    the matrix itself, without the sanitizer
+
+The matrix runs once without the sanitizer first, which compiles its kernels. initcheck and synccheck, which slow
+every access of memory or every barrier, take a smaller matrix of the same kernels. Progress is printed as it comes; a
+tool that exceeds its time limit is stopped, and that is its outcome.
 
 Every array is an allocation of its own (CuPy's memory pool is off), so that one byte beyond it is an error.
 """
@@ -10,11 +14,15 @@ Every array is an allocation of its own (CuPy's memory pool is off), so that one
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -27,12 +35,13 @@ from faults import BF16, F32, FP16, INT_MAX, INT_MIN, Backend, Config, base  # n
 
 import cupy_paged  # noqa: E402
 
-TOOLS = {
-    "memcheck": ["--leak-check", "no"],
-    "racecheck": ["--racecheck-report", "all"],
-    "initcheck": [],
-    "synccheck": [],
+TOOLS = {  # options, matrix
+    "memcheck": (["--leak-check", "no"], "all"),
+    "racecheck": (["--racecheck-report", "all"], "all"),
+    "initcheck": ([], "few"),
+    "synccheck": ([], "few"),
 }
+LIMIT = 240  # seconds a tool
 CONFIGS = [
     Config(),
     Config(num_heads=64),
@@ -42,6 +51,7 @@ CONFIGS = [
     Config(num_heads=17, head_dim=448, page_size=3, group_size=64),
     Config(num_heads=40, head_dim=256, kv="16", q_dtype=FP16),
 ]
+FEW = [CONFIGS[i] for i in (0, 2, 3, 4)]  # each form of the kernel, of its widening and of its copies
 LENGTHS = [0, 1, 31, 33, 65, 200]
 INDPTR = {
     "decreasing": [60, 50, 40, 30, 20, 10, 0],
@@ -51,8 +61,9 @@ INDPTR = {
 }
 
 
-def decoding(gpu):
-    for config, mode in itertools.product(CONFIGS, [{}, {"num_splits": 3}, {"batch_invariant": True}]):
+def decoding(gpu, few):
+    modes = [{}, {"num_splits": 3}, {"batch_invariant": True}]
+    for config, mode in itertools.product(FEW if few else CONFIGS, modes[:2] if few else modes):
         call = base(config, lengths=LENGTHS, num_slots=300)
         sink = np.linspace(-1, 1, config.num_heads, dtype=F32)
         out, lse = gpu.decode(call, attn_sink=sink, **mode)
@@ -60,7 +71,8 @@ def decoding(gpu):
         yield "decode"
         hostile = [{"kv_indptr": np.array(v, np.int32)} for v in INDPTR.values()]
         wild = np.resize([INT_MIN, -1, 0, 299, 300, 10**6, INT_MAX], 330).astype(np.int32)
-        for change in [*hostile, {"kv_indices": wild}, {"kv_indices": wild, "kv_indptr": hostile[3]["kv_indptr"]}]:
+        changes = [*hostile, {"kv_indices": wild}, {"kv_indices": wild, "kv_indptr": hostile[3]["kv_indptr"]}]
+        for change in changes[-1:] if few else changes:
             changed = call | change
             out = np.zeros(call["q"].shape, call["q"].dtype)  # a malformed row may be left out, not half-written
             # What fixed splits of malformed rows give may come from the workspace: let it be initialised.
@@ -129,56 +141,88 @@ def building(gpu):
         yield "lists"
 
 
-def inside():
+def inside(matrix):
     import cupy
 
     cupy.cuda.set_allocator(None)
-    gpu, counts = Backend("cuda"), {}
-    for name in itertools.chain(decoding(gpu), merging(gpu), storing(gpu), building(gpu)):
+    gpu, counts, begin = Backend("cuda"), {}, time.monotonic()
+    for name in itertools.chain(decoding(gpu, matrix == "few"), merging(gpu), storing(gpu), building(gpu)):
         counts[name] = counts.get(name, 0) + 1
+        print(f"  {time.monotonic() - begin:6.1f} s: {name} {counts[name]}", flush=True)
     cupy.cuda.Device().synchronize()
-    print(f"matrix: {counts}")
+    print(f"matrix: {counts}", flush=True)
 
 
-def sanitize(tool, timeout=600):
-    """Run the matrix under one tool: {'command', 'summary', 'matrix', 'seconds'}; raises unless it is clean."""
-    command = ["compute-sanitizer", "--tool", tool, *TOOLS[tool], "--error-exitcode", "9", "--print-limit", "20"]
+def follow(command, limit, show):
+    """(exit status, or None where `limit` seconds were not enough; all output) of a command, shown line by line."""
+    lines, done = [], threading.Event()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
+    ) as process:
+
+        def stop():
+            done.set()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the tool and the process it watches
+
+        timer = threading.Timer(limit, stop)
+        timer.start()
+        for line in process.stdout:
+            lines.append(line)
+            if show:
+                print(line, end="", flush=True)
+        status = process.wait()
+        timer.cancel()
+    return None if done.is_set() else status, "".join(lines)
+
+
+def sanitize(tool, limit=LIMIT, show=False):
+    """Run the matrix under one tool: {'command', 'summary', 'matrix', 'seconds', 'clean'}; where it is not clean,
+    'output' holds the end of what it printed."""
+    options, matrix = TOOLS[tool]
+    script = [str(ROOT / "tests" / "sanitize.py"), "--inside", matrix]
+    tool_options = ["compute-sanitizer", "--tool", tool, *options, "--error-exitcode", "9", "--print-limit", "20"]
     begin = time.monotonic()
-    done = subprocess.run(
-        [*command, sys.executable, str(ROOT / "tests" / "sanitize.py"), "--inside"],
-        capture_output=True, text=True, check=False, timeout=timeout, cwd=ROOT,
-    )  # fmt: skip
-    text = done.stdout + done.stderr
-    summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", text)
-    matrix = re.findall(r"^matrix: (.*)", text, re.MULTILINE)
-    if done.returncode or not summary or not matrix:
-        raise AssertionError(f"{tool}: exit status {done.returncode}, {summary}\n{text[-6000:]}")
-    assert re.match(r"(ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards)", summary[-1]), summary
+    status, text = follow([sys.executable, *script], limit, show)
+    if status == 0:
+        begin = time.monotonic()
+        status, text = follow([*tool_options, sys.executable, *script], limit, show)
+    else:
+        text += "(without the sanitizer)\n"
+    seconds = round(time.monotonic() - begin)
+    found = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", text)
+    ran = re.findall(r"^matrix: (.*)", text, re.MULTILINE)
+    steps = re.findall(r"^ +[\d.]+ s: (.*)", text, re.MULTILINE)
+    clean = bool(status == 0 and ran and found) and bool(
+        re.match(r"(ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards)", found[-1])
+    )
+    summary = found[-1] if found else "no summary"
+    if status is None:
+        summary = f"stopped after {limit} s, {len(steps)} steps done"
     return {
-        "command": " ".join([*command, "python", "tests/sanitize.py", "--inside"]),
-        "summary": summary[-1],
-        "matrix": matrix[-1],
-        "seconds": round(time.monotonic() - begin),
+        "command": " ".join([*tool_options, "python", "tests/sanitize.py", "--inside", matrix]),
+        "summary": summary,
+        "matrix": ran[-1] if ran else f"{len(steps)} steps, the last: {steps[-1] if steps else 'none'}",
+        "seconds": seconds,
+        "clean": clean,
+        **({} if clean else {"output": text[-4000:]}),
     }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tools", nargs="*", metavar="tool", help=", ".join(TOOLS))
-    parser.add_argument("--inside", action="store_true")
+    parser.add_argument("--inside", choices=["all", "few"])
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds a tool")
     arguments = parser.parse_args()
     if arguments.inside:
-        return inside()
+        return inside(arguments.inside)
     if not shutil.which("compute-sanitizer"):
         raise SystemExit("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
-    failed = False
-    for tool in arguments.tools or TOOLS:
-        try:
-            print(sanitize(tool), flush=True)
-        except AssertionError as error:
-            print(error, flush=True)
-            failed = True
-    return int(failed)
+    outcomes = [sanitize(tool, arguments.limit, show=True) for tool in arguments.tools or TOOLS]
+    for outcome in outcomes:
+        print({name: value for name, value in outcome.items() if name != "output"}, flush=True)
+    return int(not all(outcome["clean"] for outcome in outcomes))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupy_paged
-from cupy_paged import distributed
+from cupy_paged import bench_ranks, distributed
 from cupy_paged.backends.numpy_split import _local
 
 BF16, FP8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
@@ -277,3 +277,20 @@ def test_cost_model_and_its_table():
         assert shorter.us >= shorter.one_gpu_us
     alone = distributed.cost(1, 4, 16, 1000)
     assert (alone.bytes_received, alone.us) == (0, alone.one_gpu_us)
+
+
+def test_table_of_measurements():
+    row = bench_ranks.Row(4, 32, 65536, "heads", 131.0, 20.0, 334.0, 3_000_000, 1.5e-3)
+    cells = bench_ranks.markdown([row], 450.0).splitlines()[-1].split("|")[1:-1]
+    assert [c.strip() for c in cells][4:] == ["131.0", "20.0", "334.0", "2.55", "3.00", "33.3", "1.5e-03"]
+
+
+def test_measuring_without_a_gpu_says_why(monkeypatch, capsys):
+    cupy = pytest.importorskip("cupy")
+
+    def none():
+        raise RuntimeError("no device here")
+
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", none)
+    assert bench_ranks.main([]) == 1
+    assert "nothing to measure: RuntimeError: no device here" in capsys.readouterr().err

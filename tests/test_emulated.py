@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+import test_ends
 
 from cupy_paged import (
     arrays,
@@ -252,3 +253,33 @@ def test_lists_are_the_numpy_backends(gpu, name):
     ):
         for mine, theirs in zip(got, expected, strict=True):
             np.testing.assert_array_equal(gpu.numpy(mine), theirs)
+
+
+@pytest.mark.parametrize("softmax_scale", [0.0, -3e38, 3e38])
+def test_any_softmax_scale(gpu, softmax_scale):
+    rng = np.random.default_rng(3)
+    call = test_ends.call_of(rng, test_ends.q_values(rng, "normal", 5, BF16), *test_ends.fp8_pool(rng, "normal"))
+    out, lse = decode(gpu, call, softmax_scale=softmax_scale)
+    fuzz.compare("emulated", out, lse, fuzz.exact(call, {"softmax_scale": softmax_scale}))
+
+
+@pytest.mark.parametrize(
+    ("q_kind", "kind"),
+    [
+        ("largest", "largest"),
+        ("one head largest", "largest scale"),
+        ("subnormal", "all magnitudes"),
+        ("largest of one sign", "smallest"),
+        ("normal", "zeros beside large"),
+    ],
+)
+def test_ends_of_the_formats(gpu, q_kind, kind):
+    """A few of test_ends.py, FP8 and bf16 pools, undivided and in three splits with a sink."""
+    rng = np.random.default_rng(1)
+    q = test_ends.q_values(rng, q_kind, 5, BF16)
+    pools = [test_ends.fp8_pool(rng, kind), (test_ends.rows_16(rng, kind if "large" not in kind else "largest", BF16),)]
+    for pool in pools:
+        call = test_ends.call_of(rng, q, *pool)
+        for options in ({}, {"num_splits": 3, "attn_sink": np.array([-np.inf, np.inf, 3e38, -3e38, 0], np.float32)}):
+            out, lse = decode(gpu, call, **options)
+            fuzz.compare("emulated", out, lse, fuzz.exact(call, options))

@@ -10,7 +10,7 @@ import pytest
 from test_distributed import case, lists_of, mine
 
 import cupy_paged
-from cupy_paged import arrays, distributed
+from cupy_paged import arrays, bench_ranks, distributed
 
 pytestmark = pytest.mark.gpu
 
@@ -146,3 +146,49 @@ def test_as_many_ranks_as_gpus():
         t.join(60)
     for result in results:
         oracle.compare(result, want.astype("float32"), 3.5e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_benchmark_over_ranks(ranks):
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < ranks:
+        pytest.skip("needs two GPUs")
+    if not cupy.cuda.nccl.available:
+        pytest.skip("this CuPy has no NCCL")
+    rows = bench_ranks.run(ranks, ((1, 4096), (4, 1024)), 20000)
+    assert [(r.tokens, r.layout) for r in rows if r.layout != "tokens"] == [
+        (t, layout) for t in (1, 4) for layout in ("all", "heads")
+    ]
+    for row in rows:
+        assert row.error <= 3.5e-3
+        assert row.us > 0
+        assert row.exchange_us > 0
+
+
+def test_everything_on_device_1_while_device_0_is_current():
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    rng = np.random.default_rng(5)
+    kv, q = rng.standard_normal((20, 512), dtype="float32"), rng.standard_normal((1, 16, 512), dtype="float32")
+    slots, padded = rng.permutation(20).astype("int32"), np.array([[3, -1, 7, 11]], "int32")
+    results = []
+    for put in (np.array, cupy.asarray):
+        with cupy.cuda.Device(1):
+            kv_, q_, slots_, padded_ = (put(a) for a in (kv, q.astype("float16"), slots, padded))
+        codes, scales = cupy_paged.quantize_kv(kv_)
+        cupy_paged.store_kv(codes, scales, slots_, kv_)
+        lists = cupy_paged.lists_from_padded(padded_)
+        out, lse = cupy_paged.paged_decode(q_, codes, *lists, kv_scales=scales, return_lse=True)
+        merged, _ = cupy_paged.merge_states([out, out], [lse, lse])
+        assert cupy.cuda.runtime.getDevice() == 0
+        results.append((codes, scales, *lists, merged))
+    on_host, on_device = results
+    assert {a.device.id for a in on_device} == {1}
+    for wanted, got in zip(on_host[:4], on_device[:4], strict=True):
+        assert got.get().tobytes() == wanted.tobytes()
+    oracle.compare(on_device[4].get(), on_host[4].astype("float32"), 3.5e-3)
+    with pytest.raises(ValueError, match="device"):
+        cupy_paged.merge_states([out, cupy.asarray(q.astype("float16"))], [lse, lse])

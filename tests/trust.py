@@ -11,6 +11,14 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
+RECORD = TESTS / "gpu_record.json"
+LACKING = "not in this record"
+ABOUT_ERRORS = (
+    "`call`: relative Frobenius error of all of a call's outputs, which the bound in each heading limits; `row`: the "
+    "largest of one token's head; `lse`: the largest absolute error. The bound of bf16 is the contract's 2.5e-3, of "
+    "which rounding the output to bf16 takes 1.7e-3; fp16 rounds eight times finer; pools of 16 bits round the "
+    "probabilities to the pool's type as well."
+)
 CASES = {
     1: "empty rows left unwritten or NaN",
     2: "-1 read from the row before the pool",
@@ -83,24 +91,33 @@ def page(record):
         names = ", ".join(f"`{name}`" for _, name in found[case])
         lines.append(f"| O{case:02} | {title} | {names} | {outcome} |")
     lines += ["", "## Sanitizer", ""]
-    for name, value in record.items():
-        if name.startswith("sanitizer "):
-            lines.append(f"- `{value['command']}`: {value['summary']} ({value['matrix']})")
-    if "fuzzer" in record:
-        fuzzer = record["fuzzer"]
-        lines += [
-            "",
-            "## Fuzzer",
-            "",
-            f"{fuzzer['cases']} cases, {len(fuzzer['failures'])} failures: {fuzzer['kinds']}",
-        ]
-    lines += ["", "## Errors against float64", ""]
-    for name, table in record.items():
-        if name.startswith("errors: "):
-            lines += [f"{name[8:]}", "", "| | call | row | lse |", "|---|---|---|---|"]
-            lines += [f"| {k} | {v['call']} | {v['row']} | {v['lse']} |" for k, v in table.items()] + [""]
+    lines += [
+        f"- `{value['command']}`: {value['summary']}, {value['seconds']} s ({value['matrix']})"
+        for name, value in record.items()
+        if name.startswith("sanitizer ")
+    ] or [LACKING]
+    lines += ["", "## Fuzzer", ""]
+    fuzzer = record.get("fuzzer")
+    if fuzzer:
+        lines.append(f"{fuzzer['cases']} cases, {len(fuzzer['failures'])} failures: {fuzzer['kinds']}")
+        lines += ["", *(f"- `{failure}`" for failure in fuzzer["failures"])]
+    else:
+        lines.append(LACKING)
+    lines += ["", "## Errors against float64", "", ABOUT_ERRORS, ""]
+    tables = {name[8:]: table for name, table in record.items() if name.startswith("errors: ")}
+    for name, table in tables.items():
+        lines += [name, "", "| | call | row | lse |", "|---|---|---|---|"]
+        lines += [f"| {k} | {v['call']} | {v['row']} | {v['lse']} |" for k, v in table.items()] + [""]
+    if not tables:
+        lines.append(LACKING)
     return "\n".join(lines).rstrip() + "\n"
 
 
+def main():
+    if not RECORD.exists():
+        raise SystemExit("no GPU run has been recorded yet (see CONTRIBUTING.md)")
+    print(page(json.loads(RECORD.read_text())), end="")
+
+
 if __name__ == "__main__":
-    print(page(json.loads((TESTS / "gpu_record.json").read_text())), end="")
+    main()

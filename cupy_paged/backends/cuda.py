@@ -22,6 +22,7 @@ from .launch import Launch, Params
 from .variants import Variant, choose
 
 LOG2_E = 1.4426950408889634
+LARGEST = 3.4028234663852886e38  # of float32
 # struct DecodeParams of kernels/params.cuh: "=10Q7qfI10i", of which only addresses and the softmax factor vary
 # between calls of equal layout.
 _STRIDES, _SIZES = struct.Struct("=7q"), struct.Struct("=I10i")
@@ -284,7 +285,7 @@ class Call:
             workspace,
             workspace + self.lse_offset,
             self.strides,
-            softmax_scale * LOG2_E,
+            min(max(softmax_scale * LOG2_E, -LARGEST), LARGEST),
             self.sizes,
         )
         address = params.address
