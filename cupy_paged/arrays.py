@@ -342,6 +342,7 @@ def stream_for(stream: Any, first: Array, *others: Array | None) -> int:
     address = current_stream(first) if stream is None else stream_address(stream)
     foreign = [a for a in (first, *others) if a is not None and (a.kind != first.kind or a.lent is not None)]
     if foreign and not exchange.capturing(address):
+        exchange.let_go()
         for producer in {current_stream(a) for a in foreign}:
             exchange.wait(address, producer, first.device)
         for a in foreign:

@@ -338,6 +338,9 @@ def test_arrays_of_two_libraries_are_put_in_order(monkeypatch):
     kept = pool.obj
     del pool
     assert [held for _, held in exchange._parked] == [kept]
+    gpu.done.add(96)
+    arrays.stream_for(None, q, arrays.Array(object(), "cupy", 0, (), (), "float16", 0, True))
+    assert kept not in [held for _, held in exchange._parked]
 
 
 TORCH = types.SimpleNamespace(
