@@ -16,7 +16,8 @@
 // power of two per head that puts its largest element into [2^14, 2^15). ref is lazy: it moves when the maximum has
 // grown by 2^8, so P' <= 2^14 in fp16; it goes from tile to tile, and so from warpgroup to warpgroup, with P. e is at
 // least -88 so that l stays in range. Slots outside the pool or past the segment's end have codes 0 and e = -inf:
-// probability 0, nothing read. An empty row gives 0 and -inf.
+// probability 0, nothing read. An empty row gives 0 and -inf. Finite q, rows and scales give finite results; rows whose
+// largest scale is below 2^-88 lose bits.
 //
 // The operand's rounding makes an error of scores of about 2e-4 of their spread. Simulated on a CPU, 400 slots: output
 // error 1.8e-3 in bf16 where scores spread by 3 (natural logarithm), up to 2.9e-3 where by 27.
@@ -62,13 +63,13 @@ DEVICE void load_queries(const DecodeParams& p, unsigned base, int row) {
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
             const float2 a = unpack_pair<Q_BF16>(w[k]);
-            w[k] = pack_half(a.x * up, a.y * up);
+            w[k] = pack_half(mul_kept(a.x, up), mul_kept(a.y, up));
         }
         const int head = warp * WARP_HEADS + i;
         const unsigned at = base + Q_AT + block * BLOCK_BYTES + head * 128 + ((chunk ^ i) << 4);
         sts4u(at, w[0], w[1], w[2], w[3]);
         sts4u(at + 4 * BLOCK_BYTES, w[4], w[5], w[6], w[7]);
-        const float scale = p.scale_log2 * (float)(1 << GUARD) * __int_as_float((127 - e) << 23);
+        const float scale = p.scale_log2 * power(GUARD) * __int_as_float((127 - e) << 23);
         if (lane == 0) sts(base + SCALE_AT + head * 4, fminf(fmaxf(scale, -3e38f), 3e38f));
     }
 }
@@ -91,10 +92,10 @@ struct Softmax {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const float4 f = lds4(factors + j * 64);
-            s[4 * j] = fmaf(s[4 * j] * f.x, to_log2.x, f.z);
-            s[4 * j + 1] = fmaf(s[4 * j + 1] * f.y, to_log2.x, f.w);
-            s[4 * j + 2] = fmaf(s[4 * j + 2] * f.x, to_log2.y, f.z);
-            s[4 * j + 3] = fmaf(s[4 * j + 3] * f.y, to_log2.y, f.w);
+            s[4 * j] = clamped(s[4 * j] * f.x * to_log2.x, SCORE_MAX) + f.z;
+            s[4 * j + 1] = clamped(s[4 * j + 1] * f.y * to_log2.x, SCORE_MAX) + f.w;
+            s[4 * j + 2] = clamped(s[4 * j + 2] * f.x * to_log2.y, SCORE_MAX) + f.z;
+            s[4 * j + 3] = clamped(s[4 * j + 3] * f.y * to_log2.y, SCORE_MAX) + f.w;
             top0 = fmaxf(top0, fmaxf(s[4 * j], s[4 * j + 1]));
             top1 = fmaxf(top1, fmaxf(s[4 * j + 2], s[4 * j + 3]));
         }
@@ -102,12 +103,6 @@ struct Softmax {
         top1 = fmaxf(top1, __shfl_xor_sync(~0u, top1, 1));
         top0 = fmaxf(top0, __shfl_xor_sync(~0u, top0, 2));
         top1 = fmaxf(top1, __shfl_xor_sync(~0u, top1, 2));
-        if (__any_sync(~0u, fmaxf(top0, top1) > SCORE_MAX)) {   // scores of finite rows that overflowed; NaN stays
-#pragma unroll
-            for (int i = 0; i < 32; ++i) s[i] = s[i] > SCORE_MAX ? SCORE_MAX : s[i];
-            top0 = fminf(top0, SCORE_MAX);
-            top1 = fminf(top1, SCORE_MAX);
-        }
         return make_float2(top0, top1);
     }
     // Moves the reference where the maximum has grown much; o is idle.
@@ -188,9 +183,11 @@ DEVICE void finish(const DecodeParams& p, const float (&o)[128], const Softmax& 
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
             const int dim = (j & ~7) * 8 + ((j & 7) ^ (j >> 3 & 1)) * 8;   // chunks change places in odd blocks
-            const float x = o[4 * j + 2 * i] * factor, y = o[4 * j + 2 * i + 1] * factor;
+            // Finite, or NaN; the product may overflow by a rounding, or in fp16.
+            const float most = direct ? LARGEST<Q_BF16> : LARGEST_FLOAT;
+            const float x = clamped(o[4 * j + 2 * i] * factor, most), y = clamped(o[4 * j + 2 * i + 1] * factor, most);
             if (!direct) *reinterpret_cast<float2*>(part + dim) = make_float2(x, y);
-            else *reinterpret_cast<unsigned*>(out + dim) = result_pair<Q_BF16>(x, y);
+            else *reinterpret_cast<unsigned*>(out + dim) = pack_pair<Q_BF16>(x, y);
         }
     }
 }

@@ -87,15 +87,8 @@ DEVICE unsigned pack_bf16(float low, float high) {
     unsigned r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r;
 }
 template <bool BF16> DEVICE unsigned pack_pair(float low, float high) { return BF16 ? pack_bf16(low, high) : pack_half(low, high); }
-// The same for results: what is finite stays finite, at the largest number of the dtype if need be; Inf and NaN stay.
 constexpr float LARGEST_FLOAT = 3.402823466e38f;
 template <bool BF16> constexpr float LARGEST = BF16 ? 3.38953139e38f : 65504.f;
-template <bool BF16> DEVICE float saturated(float x) {
-    return fabsf(x) <= LARGEST_FLOAT ? fminf(fmaxf(x, -LARGEST<BF16>), LARGEST<BF16>) : x;
-}
-template <bool BF16> DEVICE unsigned result_pair(float low, float high) {
-    return pack_pair<BF16>(saturated<BF16>(low), saturated<BF16>(high));
-}
 template <bool BF16> DEVICE float2 unpack_pair(unsigned x) {
     if (BF16) return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
     return __half22float2(*reinterpret_cast<const __half2*>(&x));

@@ -45,9 +45,9 @@ static_assert(SHARED_BYTES == SHARED, "variants.py must ask for this much shared
 
 constexpr float HEADROOM = 6.f;          // log2 of P' for the largest score at a fresh reference
 constexpr float LAZY = 8.f;              // log2: growth of the maximum before the reference moves
-constexpr float FIRST_REF = -1e30f;
+constexpr float FIRST_REF = -1e38f;
 constexpr float SCORE_MAX = 1e37f;
 constexpr int LEAST_EXPONENT = -88;
-constexpr int GUARD = 30;                // scales enter scores as 2^(e - GUARD), so that no product overflows
+constexpr int GUARD = 36;                // scales enter scores as 2^(e - GUARD), so that no product overflows
 
 extern __shared__ __align__(1024) unsigned char smem[];

@@ -24,7 +24,8 @@ from cupy_paged import (
     quantize_kv,
     store_kv,
 )
-from cupy_paged.backends import cuda_split, numpy_split
+from cupy_paged.backends import cuda, cuda_split, numpy_split, variants
+from cupy_paged.plan import make_plan
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="the emulator is compiled with g++")
@@ -283,3 +284,81 @@ def test_ends_of_the_formats(gpu, q_kind, kind):
         for options in ({}, {"num_splits": 3, "attn_sink": np.array([-np.inf, np.inf, 3e38, -3e38, 0], np.float32)}):
             out, lse = decode(gpu, call, **options)
             fuzz.compare("emulated", out, lse, fuzz.exact(call, options))
+
+
+HOPPER = {
+    "ragged": ({"lengths": [64, 65, 0, 0, 0, 0, 0, 1, 300, 63, 128], "h": 64, "bad": 0.1}, {}),
+    "100 heads, long": ({"lengths": [1500], "h": 100}, {}),
+    "40 heads, many short rows": ({"lengths": [5] * 12, "h": 40, "q_dtype": FP16}, {}),
+    "pages, splits": ({"lengths": [100, 300], "h": 128, "page_size": 4, "pages": 40}, {"num_splits": 3}),
+    "batch invariant": ({"lengths": [600, 5, 0, 1100], "h": 33}, {"batch_invariant": True}),
+}
+
+
+@pytest.fixture
+def hopper(gpu, monkeypatch):
+    """Every call takes the Hopper kernel."""
+
+    def choose(problem, arch, num_sms, align):
+        variant = variants.wgmma_variant(problem, num_sms)
+        slots = max(1, num_sms // -(-problem.num_heads // variant.heads_per_cta))
+        chunks = {"chunk_min": max(256, 16 * problem.num_heads), "max_chunks": 64}
+        return variant, make_plan(problem, tile=variant.tile, row_cost=variant.row_cost, slots=slots, **chunks)
+
+    monkeypatch.setattr(cuda, "choose", choose)
+    return gpu
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", HOPPER)
+def test_hopper_decode(hopper, name, seed):
+    hopper.seed = seed
+    shape, options = HOPPER[name]
+    call = calls.draw(np.random.default_rng(5), t=len(shape["lengths"]), d=512, **shape)
+    sink = np.linspace(-3, 3, shape["h"], dtype=np.float32)
+    out, lse = decode(hopper, call, attn_sink=sink, **options)
+    assert hopper.launches[0] == "decode_wgmma"
+    exact, exact_lse = calls.decode_call(call, sink)
+    oracle.compare(out, exact, 2.5e-3)
+    oracle.compare(lse, exact_lse, 1e-3)
+
+
+def test_hopper_with_malformed_lists(hopper):
+    """Reads nothing else, ends, and the next call is right."""
+    call = calls.draw(np.random.default_rng(5), t=3, h=64, d=512, lengths=[100, 30, 7])
+    low, high = -(2**31), 2**31 - 1
+    zeros = np.zeros(call["q"].shape, BF16)
+    for bad in ([0, 137, 5, 9], [high, low, 3, 137], [-5, 60, 20, 500]):
+        hostile = call | {"kv_indptr": np.array(bad, np.int32)}
+        hostile["kv_indices"] = np.resize(np.array([low, -1, 0, 299, 10**6, high], np.int32), 137)
+        target = hopper.array(zeros)  # rows may stay unwritten
+        moved = {k: hopper.array(v) if isinstance(v, np.ndarray) else v for k, v in hostile.items()}
+        paged_decode(**moved, out=target)
+        assert np.isfinite(hopper.numpy(target).astype(np.float32)).all()
+    oracle.compare(decode(hopper, call)[0], calls.decode_call(call)[0], 2.5e-3)
+
+
+def test_hopper_shows_nan_where_it_is_listed(hopper):
+    call = calls.draw(np.random.default_rng(5), t=2, h=64, d=512, lengths=[40, 40])
+    call["kv_indices"] = np.arange(80, dtype=np.int32)
+    clean, _ = decode(hopper, call)
+    codes = call["unified_kv"].copy()
+    codes.view(np.uint8)[50, 77] = 0x7F
+    codes.view(np.uint8)[80:] = 0x7F
+    out, _ = decode(hopper, call | {"unified_kv": codes})
+    assert out[0].tobytes() == clean[0].tobytes()
+    assert np.isnan(out[1, :, 77].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    "seed", [1040, 1054, 1131, 1195, *(pytest.param(s, marks=pytest.mark.slow) for s in range(60))]
+)
+def test_hopper_at_the_ends_of_the_formats(hopper, seed):
+    """Finite whatever finite values it is given; as exact as decode_mma but for tiny rows and sharp softmax (its head)."""
+    rng = np.random.default_rng(seed)
+    call, options = {}, {}
+    while not call or call["q"].shape[2] != 512 or call.get("group_size") != 64:
+        call, options, _ = fuzz.decode_case(rng, 0.5)
+    out, lse = decode(hopper, call, **options)
+    assert np.isfinite(out.astype(np.float32)).all()
+    assert not np.isnan(lse).any()
