@@ -397,7 +397,7 @@ def current_stream_of(kind: str, device: int) -> int:
     if kind == "torch":
         torch = sys.modules["torch"]
         # What torch's own compiler asks: the address alone, many times faster than a stream object.
-        address = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        address = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
         return torch.cuda.current_stream(device).cuda_stream if address is None else address(device)
     return sys.modules["cupy"].cuda.get_current_stream(device).ptr
 
