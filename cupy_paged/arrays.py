@@ -253,13 +253,19 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str, stream: int | None = 
     if like.kind == "torch":
         torch = sys.modules["torch"]
         return _from_torch("", torch.empty(shape, dtype=getattr(torch, dtype), device=like.obj.device))
-    module = np if like.kind == "numpy" else sys.modules["cupy"]
-    stored = "uint8" if like.kind == "cupy" and dtype == "float8_e4m3fn" else dtype
-    made = view("", module.empty(shape, _ML_DTYPES.get(stored, stored)))
+    made = view("", own(like, shape, dtype))
     made.library = like.library
     if like.library == "jax":
         made.dtype = dtype  # JAX has FP8 arrays: the result will be one
     return made
+
+
+def own(like: Array, shape: tuple[int, ...], dtype: str) -> Any:
+    """A new contiguous NumPy array where `like` is one, else a CuPy array on the current device; FP8 as uint8 there."""
+    if like.kind == "numpy":
+        return np.empty(shape, _ML_DTYPES.get(dtype, dtype))
+    stored = "uint8" if dtype == "float8_e4m3fn" else dtype
+    return sys.modules["cupy"].empty(shape, _ML_DTYPES.get(stored, stored))
 
 
 def result(a: Array, stream: int | None = None) -> Any:
@@ -317,13 +323,13 @@ def on_device(a: Array, stream: int | None = None) -> Iterator[None]:
     address = current_stream(a) if stream is None else stream
     with contextlib.ExitStack() as stack:
         if a.kind == "torch" and stream is not None:
-            stack.enter_context(_torch_stream(stream, a.obj.device))
+            stack.enter_context(torch_stream(stream, a.obj.device))
         stack.enter_context(cupy.cuda.Device(a.device))
         stack.enter_context(cupy.cuda.ExternalStream(address, a.device))
         yield
 
 
-def _torch_stream(address: int, device: Any) -> Any:
+def torch_stream(address: int, device: Any) -> Any:
     """Context in which a stream is torch's current one."""
     cuda = sys.modules["torch"].cuda
     stream = cuda.current_stream(device)

@@ -58,7 +58,9 @@ class NumpyGroup:
         self._sent: list[Any] = [None] * size
 
     def rank(self, number: int) -> Communicator:
-        """The communicator of one rank."""
+        """The communicator of one rank, 0 to size - 1."""
+        if not 0 <= checks.positive_int("number", number, 0) < self.size:
+            raise ValueError(f"number must be a rank from 0 to {self.size - 1}, got {number}")
         return _NumpyRank(self, number)
 
     def _meet(self) -> None:
@@ -177,16 +179,13 @@ class Torch:
     def _tensors(self, *given: Any) -> list[Any]:
         return [self._torch.from_dlpack(a.reshape(-1).view("uint8")) for a in given]
 
-    def _stream(self, stream: int, device: int) -> Any:
-        return self._torch.cuda.stream(self._torch.cuda.ExternalStream(stream, device=device))
-
     def all_gather(self, send: Any, receive: Any, stream: int) -> None:
-        with self._stream(stream, send.device.id):
+        with arrays.torch_stream(stream, send.device.id):
             sent, received = self._tensors(send, receive)
             self._torch.distributed.all_gather_into_tensor(received, sent, group=self._group)
 
     def all_to_all(self, send: Any, receive: Any, stream: int) -> None:
-        with self._stream(stream, send.device.id):
+        with arrays.torch_stream(stream, send.device.id):
             sent, received = self._tensors(send, receive)
             self._torch.distributed.all_to_all_single(received, sent, group=self._group)
 
@@ -292,17 +291,34 @@ class ShardedKV:
         self.local.grow(owned_pages(pages, self.rank, self.size))
         self._num_pages = pages
 
-    def store(self, slots: Any, kv: Any, *, stream: Any = None, **options: Any) -> None:
+    def store(self, slots: Any, kv: Any, *, stream: Any = None, validate: bool = False, **options: Any) -> None:
         """Write rows kv (T, D) into `slots` (T,) of the whole pool: every rank is given all rows and keeps its own.
 
-        See `store_kv` for the options. No communication.
+        No communication.
+
+        Parameters
+        ----------
+        slots, kv, stream, validate
+            As for `store_kv`.
+        **options
+            positions, cos, sin and interleaved of `store_kv`.
         """
         checks.require(slots=slots, kv=kv)
-        where = view("slots", slots)
+        where, rows, pool = view("slots", slots), view("kv", kv), self.local._codes
         checks_pool.indices("slots", where)
-        at = self._address(where, stream)
-        with arrays.on_device(where, at):
-            mine = arrays.empty(where, where.shape, "int32")
+        checks.same_device("codes", codes=pool, slots=where, kv=rows)
+        if checks.flag("validate", validate):
+            checks_pool.stored_values(arrays.to_numpy(where), arrays.to_numpy(rows), self.num_slots)
+            if options.get("positions") is not None and options.get("cos") is not None:
+                positions, cos = view("positions", options["positions"]), view("cos", options["cos"])
+                checks_pool.position_values(arrays.to_numpy(positions), cos.shape[0])
+        at = self._address(stream, rows, where, pool)
+        with arrays.on_device(rows, at):
+            if where.kind != "numpy" and (where.dtype == "int64" or where.strides != (4,)):  # the kernel reads int32
+                given = arrays.raw(where)
+                known = (given >= 0) & (given < 2**31)
+                where = view("slots", (known * given - ~known).astype("int32"))
+            mine = view("slots", arrays.own(where, where.shape, "int32"))
             self._split().localise(where, mine, self._geometry(), at)
             self.local.store(mine.obj, kv, stream=None if where.kind == "numpy" else at, **options)
 
@@ -326,6 +342,7 @@ class ShardedKV:
         """
         q_ = view("q", q)
         checks.ndim("q", q_, 3, "(T, H, D)")
+        checks.problem_dtypes(q_.dtype, self.local.dtype)
         self._prepared(q_, checks.positive_int("nnz", nnz, 0), layout)
 
     def decode(
@@ -361,9 +378,9 @@ class ShardedKV:
         pool, scales = self.local._codes, self.local._scales
         problem = checks.decode(q_, pool, indices, indptr, sink, scales, None, self.local.group_size, 0, False)
         scale = problem.head_dim**-0.5 if softmax_scale is None else checks.finite("softmax_scale", softmax_scale)
-        buffers = self._prepared(q_, problem.nnz, layout)
-        at = self._address(q_, stream)
+        at = self._address(stream, q_, indices, indptr, sink, pool, scales)
         with arrays.on_device(q_, at):
+            buffers = self._prepared(q_, problem.nnz, layout)
             mine, bounds = view("kv_indices", buffers.indices), view("kv_indptr", buffers.indptr)
             self._split().split(indices, indptr, mine, bounds, view("counts", buffers.counts), self._geometry(), at)
             part, part_lse = view("part", buffers.part), view("part_lse", buffers.part_lse)
@@ -423,12 +440,16 @@ class ShardedKV:
         for wanted, axis, extent in (("heads", "num_heads", heads), ("tokens", "num_tokens", tokens)):
             if layout == wanted and extent % n:
                 raise ValueError(f"layout={layout!r} needs {axis} divisible by the {n} ranks, got {extent}")
+        if q.kind != "numpy":
+            from .backends import cuda
+
+            cuda.refuse_cold_capture()
         self._agree(q, nnz, layout)
         shape = {"all": (tokens, heads), "heads": (tokens, heads // n), "tokens": (tokens // n, heads)}[layout]
         with arrays.on_device(q):
 
             def make(shape: tuple[int, ...], dtype: str) -> Any:
-                return arrays.empty(q, shape, dtype).obj
+                return arrays.own(q, shape, dtype)  # torch tensors are no arrays for a `Communicator`
 
             received = make((n, *shape, head_dim), q.dtype), make((n, *shape), "float32")
             staged = layout == "heads"
@@ -468,7 +489,7 @@ class ShardedKV:
                 import cupy
 
                 send = cupy.asarray(send)
-            receive = arrays.empty(q, (self.size, len(mine)), "int64").obj
+            receive = arrays.own(q, (self.size, len(mine)), "int64")
             self._comm.all_gather(send, receive, at)
             every = receive if q.kind == "numpy" else receive.get()
         for i, name in enumerate(names):
@@ -479,10 +500,8 @@ class ShardedKV:
         """(rank, size, page_size, num_slots)"""
         return self.rank, self.size, self.local.page_size, self.num_slots
 
-    def _address(self, a: Array, stream: Any) -> int:
-        if a.kind == "numpy":
-            return 0
-        return arrays.current_stream(a) if stream is None else arrays.stream_address(stream)
+    def _address(self, stream: Any, first: Array, *others: Array | None) -> int:
+        return 0 if first.kind == "numpy" else arrays.stream_for(stream, first, *others)
 
     def _split(self) -> Any:
         if self.local._codes.kind == "numpy":

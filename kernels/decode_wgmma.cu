@@ -26,6 +26,9 @@
 // anything else the compiler moves each into uniform registers by a loop, about 120 cycles an instruction. Tried and
 // slower: a warpgroup for QK alone beside two for PV; a cluster of two CTAs that share a tile's rows or halves of D.
 //
+// Rows are stored by ordinary stores and read by wgmma, so a proxy fence stands between. It waits for all memory accesses of
+// its thread, and producers have the next rows' loads under way: the readers fence, after the barrier that says FULL.
+//
 // Shared memory (bytes): q 64 K, two tiles 128 K, P 16 K; wgmma_layout.cuh has the map.
 #include "wgmma_layout.cuh"
 #include "wgmma_producer.cuh"
@@ -224,6 +227,7 @@ DEVICE void compute(const DecodeParams& p, unsigned base, int warpgroup) {
             const unsigned phase = n >> 1 & 1, tile = base + TILES_AT + buffer * BUFFER_BYTES;
             unsigned a[16];
             barrier_wait(base + FULL + 8 * buffer, phase);
+            fence_for_wgmma();
             if (buffer == warpgroup) {
                 float s[32];
 #pragma unroll

@@ -144,9 +144,8 @@ struct Producer {
 #pragma unroll
             for (int row = BATCH; row < WARP_ROWS; ++row) load_codes(row);
             if (count > 0) {
-                fence_for_wgmma();
                 __syncwarp();
-                if (lane == 0) barrier_arrive(base + FULL + 8 * buffer);
+                if (lane == 0) barrier_arrive(base + FULL + 8 * buffer);   // the readers fence, see decode_wgmma.cu
                 ++n;
             }
             count = next_count;

@@ -152,6 +152,22 @@ def test_store_and_grow_go_to_the_owner(page_size):
     oracle.compare(results[0][0][0], whole.decode(q, indices, indptr).astype("float32"), 3.5e-3)
 
 
+def test_store_validates_against_the_whole_pool():
+    rng = np.random.default_rng(6)
+    kv = rng.standard_normal((20, 64), dtype="float32")
+    pool = distributed.ShardedKV(distributed.NumpyGroup(3).rank(1), 20, head_dim=64)
+    pool.store(np.arange(20), kv, validate=True)  # int64, most of them of other ranks
+    assert pool.local.codes.tobytes() == cupy_paged.quantize_kv(kv).codes[1::3].tobytes()
+    before = pool.local.codes.copy()
+    with pytest.raises(IndexError, match=r"slots\[3\] = 20 is outside the pool's 20 slots"):
+        pool.store(np.array([0, 1, 2, 20]), -kv[:4], validate=True)
+    table = np.ones((5, 8), "float32")
+    positions = np.array([4, 5])
+    with pytest.raises(IndexError, match=r"positions\[1\] = 5 is outside"):
+        pool.store(np.array([0, 1]), -kv[:2], positions=positions, cos=table, sin=table, validate=True)
+    assert pool.local.codes.tobytes() == before.tobytes()
+
+
 def test_ranks_that_disagree_all_raise():
     q, codes, scales, indices, _, _ = case(1, tokens=2)
 
@@ -209,6 +225,10 @@ def test_wrong_shards_and_communicators_are_named():
     comm = distributed.NumpyGroup(2).rank(1)
     with pytest.raises(ValueError, match=r"18 pages of rank 1 of 2 .*got 37"):
         distributed.ShardedKV.from_arrays(comm, 37, codes, scales)
+    with pytest.raises(ValueError, match=r"number must be a rank from 0 to 1, got 2"):
+        distributed.NumpyGroup(2).rank(2)
+    with pytest.raises(TypeError, match=r"q_dtype must be bfloat16 or float16, got float64"):
+        distributed.ShardedKV(comm, 37, head_dim=64).prepare(np.zeros((1, 4, 64)), 8)
     with pytest.raises(TypeError, match=r"comm must be .*got builtins.int"):
         distributed.ShardedKV(3, 37, 64)
 

@@ -120,6 +120,47 @@ def test_store_on_a_gpu():
         assert (pool.local.codes == whole.codes[rank::3]).all()
 
 
+def test_store_takes_long_and_strided_slots_and_refuses_host_ones():
+    import cupy
+
+    rng = np.random.default_rng(3)
+    kv = cupy.asarray(rng.standard_normal((20, 512), dtype="float32"))
+    slots = rng.permutation(20)
+    whole = cupy_paged.PagedKV(20, device="cuda")
+    whole.store(cupy.asarray(slots), kv)
+    pool = distributed.ShardedKV(nccl(1)[0], 20, device="cuda")
+    with pytest.raises(TypeError, match=r"slots is in host memory"):
+        pool.store(slots.astype("int32"), kv)
+    for given in (cupy.asarray(slots), cupy.asarray(np.repeat(slots, 2).astype("int32"))[::2]):
+        pool.local.codes.fill(0)
+        pool.store(given, kv)
+        assert (pool.local.codes == whole.codes).all()
+
+
+@pytest.mark.parametrize("make", [lambda: nccl(1)[0], distributed.Torch])
+def test_torch_tensors_on_torchs_streams(make, tmp_path):
+    """On the default stream, whose address is 0, and on another one; results are tensors."""
+    torch = pytest.importorskip("torch")
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        q, codes, scales, indices, indptr, sink = case(4, tokens=5, heads=16, head_dim=512, pages=300, most=200)
+        want = cupy_paged.paged_decode(q, codes, indices, indptr, sink, kv_scales=scales)
+        put = [torch.from_dlpack(on_gpu(a)) for a in (q.view("uint16"), indices, indptr, sink)]
+        put[0] = put[0].view(torch.bfloat16)
+        own = [torch.from_dlpack(on_gpu(a)) for a in (codes, scales)]
+        pool = distributed.ShardedKV.from_arrays(make(), 300, *own)
+        for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                for layout in distributed.LAYOUTS:
+                    out, lse = pool.decode(*put, layout=layout)
+                    assert isinstance(out, torch.Tensor)
+                    assert isinstance(lse, torch.Tensor)
+                    oracle.compare(out.float().cpu().numpy(), want.astype("float32"), 3.5e-3)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_as_many_ranks_as_gpus():
     import cupy
 
