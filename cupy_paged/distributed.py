@@ -216,14 +216,16 @@ def owned_pages(num_pages: int, rank: int, size: int) -> int:
 class _Buffers:
     """What calls of one shape write beside their results; kept, because captured graphs hold their addresses."""
 
-    indices: Any  # (nnz,) int32
-    indptr: Any  # (T + 1,) int32
-    counts: Any  # (chunks,) int32
-    part: Any  # (T, H, D) of q's dtype
-    part_lse: Any  # (T, H) float32
+    indices: Array  # (nnz,) int32
+    indptr: Array  # (T + 1,) int32
+    counts: Array  # (chunks,) int32
+    part: Array  # (T, H, D) of q's dtype
+    part_lse: Array  # (T, H) float32
     sent: Any  # 'heads': (N, T, H / N, D) of q's dtype, (N, T, H / N) float32
     received: Any
-    workspace: Any
+    outs: list[Array]  # the ranks' parts of `received`
+    lses: list[Array]
+    workspace: Array
 
 
 class ShardedKV:
@@ -381,9 +383,8 @@ class ShardedKV:
         at = self._address(stream, q_, indices, indptr, sink, pool, scales)
         with arrays.on_device(q_, at):
             buffers = self._prepared(q_, problem.nnz, layout)
-            mine, bounds = view("kv_indices", buffers.indices), view("kv_indptr", buffers.indptr)
-            self._split().split(indices, indptr, mine, bounds, view("counts", buffers.counts), self._geometry(), at)
-            part, part_lse = view("part", buffers.part), view("part_lse", buffers.part_lse)
+            mine, bounds, part, part_lse = buffers.indices, buffers.indptr, buffers.part, buffers.part_lse
+            self._split().split(indices, indptr, mine, bounds, buffers.counts, self._geometry(), at)
             if q_.kind == "numpy":
                 from .backends import numpy as host
 
@@ -391,13 +392,12 @@ class ShardedKV:
             elif problem.num_tokens:
                 from .backends import cuda
 
-                workspace = view("workspace", buffers.workspace)
-                cuda.decode(problem, q_, pool, mine, bounds, None, scales, scale, part, part_lse, workspace, at)
+                cuda.decode(problem, q_, pool, mine, bounds, None, scales, scale, part, part_lse, buffers.workspace, at)
             return self._merged(q_, buffers, sink, layout, at)
 
     def _merged(self, q: Array, buffers: _Buffers, sink: Array | None, layout: str, stream: int) -> tuple[Any, Any]:
         n, (tokens, heads, _) = self.size, q.shape
-        for kind, mine in enumerate((buffers.part, buffers.part_lse)):
+        for kind, mine in enumerate((buffers.part.obj, buffers.part_lse.obj)):
             send, receive = mine, buffers.received[kind]
             if layout == "heads":
                 send = buffers.sent[kind]
@@ -408,8 +408,7 @@ class ShardedKV:
                 self._comm.all_gather(send, receive, stream)
             else:
                 self._comm.all_to_all(send, receive, stream)
-        outs = [view("outs", part) for part in buffers.received[0]]
-        lses = [view("lses", part) for part in buffers.received[1]]
+        outs, lses = buffers.outs, buffers.lses
         if sink is not None and layout == "heads":
             sink = view("attn_sink", arrays.raw(sink)[self.rank * heads // n : (self.rank + 1) * heads // n])
         out, lse = arrays.empty(q, outs[0].shape, q.dtype), arrays.empty(q, lses[0].shape, "float32")
@@ -463,14 +462,16 @@ class ShardedKV:
                     page_size=self.local.page_size, group_size=self.local.group_size, device=q.device,
                 )  # fmt: skip
             return _Buffers(
-                make((nnz,), "int32"),
-                make((tokens + 1,), "int32"),
-                make((chunks(nnz),), "int32"),
-                make(q.shape, q.dtype),
-                make((tokens, heads), "float32"),
+                view("buffers", make((nnz,), "int32")),
+                view("buffers", make((tokens + 1,), "int32")),
+                view("buffers", make((chunks(nnz),), "int32")),
+                view("buffers", make(q.shape, q.dtype)),
+                view("buffers", make((tokens, heads), "float32")),
                 sent,
                 received,
-                make((max(size, 1),), "uint8"),
+                [view("outs", part) for part in received[0]],
+                [view("lses", part) for part in received[1]],
+                view("buffers", make((max(size, 1),), "uint8")),
             )
 
     def _agree(self, q: Array, nnz: int, layout: str) -> None:
