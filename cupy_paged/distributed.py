@@ -68,7 +68,8 @@ class NumpyGroup:
             self._barrier.wait(self._timeout)
         except threading.BrokenBarrierError:
             raise RuntimeError(
-                f"not all of {self.size} ranks came to a collective within {self._timeout} s: one has failed or makes other calls"
+                f"not all of {self.size} ranks came to a collective within {self._timeout} s: one has failed or makes "
+                "other calls; find its error and start again with a new NumpyGroup"
             ) from None
 
 
@@ -251,7 +252,10 @@ class ShardedKV:
 
     @classmethod
     def from_arrays(cls, comm: Any, num_pages: int, codes: Any, scales: Any = None, **options: Any) -> ShardedKV:
-        """A pool over existing arrays: this rank's pages in order, as `PagedKV.from_arrays` takes them."""
+        """A pool over existing arrays: this rank's pages in order, as `PagedKV.from_arrays` takes them.
+
+        ValueError if `codes` does not hold as many pages as this rank has of `num_pages`.
+        """
         self = cls.__new__(cls)
         self._comm = communicator(comm)
         self._num_pages = checks.positive_int("num_pages", num_pages, 0)
@@ -339,6 +343,8 @@ class ShardedKV:
         ------
         ValueError
             On every rank, if the ranks disagree on the shapes, the pool or the layout.
+        RuntimeError
+            In a graph capture, or a rank has not come within the time limit.
         """
         q_ = view("q", q)
         checks.ndim("q", q_, 3, "(T, H, D)")
@@ -371,6 +377,14 @@ class ShardedKV:
         out : (T, H, D), (T, H / size, D) or (T / size, H, D) array of q's kind and dtype
         lse : the same without D, float32
             Log-sum-exp over the whole pool, sink excluded.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `paged_decode`; ValueError for a layout that does not divide, and on every rank where the first calls of
+            a shape differ between the ranks.
+        RuntimeError
+            The first call of a shape is inside a graph capture, or a rank has not come within the time limit.
         """
         checks.require(q=q, kv_indices=kv_indices, kv_indptr=kv_indptr)
         q_, indices, indptr = view("q", q), view("kv_indices", kv_indices), view("kv_indptr", kv_indptr)
