@@ -34,15 +34,19 @@ def run(monkeypatch, body, seed=0, size=64):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_right_kernel_runs(monkeypatch, seed):
+    """Also where all warps write the same value to one word."""
     got = run(monkeypatch, f"{SHARED} s[i] = 3 * from[i]; __syncthreads(); {TURN}", seed)
     np.testing.assert_array_equal(got, 3 * np.arange(64)[::-1])
     got = run(monkeypatch, f"{COPY} {WAIT} __syncthreads(); {TURN}", seed)
     np.testing.assert_array_equal(got, np.arange(64)[::-1])
+    got = run(monkeypatch, f"{SHARED} s[0] = 5; __syncthreads(); to[i] = s[0] + from[i]; }}", seed)
+    np.testing.assert_array_equal(got, 5 + np.arange(64))
 
 
 FAULTS = {
     "no barrier": (f"{SHARED} s[i] = from[i]; {TURN}", "race: (read|write) of the shared word"),
     "barrier too late": (f"{SHARED} s[i] = from[i]; __syncthreads(); int x = s[63 - i]; s[i] = x; __syncthreads(); {TURN}", "race: (read|write) of the shared word"),
+    "two values": (f"{SHARED} s[0] = i / 32; __syncthreads(); to[i] = s[0] + from[i]; }}", "race: write of the shared word"),
     "barrier of one warp": ('if (i < 32) asm volatile("bar.sync 1, 64;"); to[i] = from[i]; }', "deadlock: .*warp 0"),
     "load beyond the array": ("to[i] = from[i + 1]; }", "load from global memory outside every array"),
     "store to an input": ("const_cast<int*>(from)[i] = 1; to[i] = 1; }", "store to global memory outside every array"),

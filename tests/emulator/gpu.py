@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import operator
 import types
 
+import cupy
+import ml_dtypes
 import numpy as np
 
 import emulator
@@ -22,6 +25,61 @@ class Token(int):
         return self
 
 
+class HostArray(cupy.ndarray):
+    """A CuPy array over host memory; NumPy does what CuPy would need a GPU for."""
+
+    __module__ = "cupy"
+
+    def __array_finalize__(self, like):
+        self.gpu = getattr(like, "gpu", None)
+
+    @property
+    def host(self):
+        """The same memory as a NumPy array."""
+        if 0 in self.shape:
+            return np.zeros(self.shape, self.dtype)
+        spans = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
+        before, after = -sum(min(s, 0) for s in spans), sum(max(s, 0) for s in spans) + self.dtype.itemsize
+        raw = (ctypes.c_char * (before + after)).from_address(self.data.ptr - before)
+        return np.ndarray(self.shape, self.dtype, raw, before, self.strides)
+
+    def get(self):
+        return self.host.copy()
+
+    def copy(self, order="C"):
+        return self.gpu.array(self.host)
+
+    def astype(self, dtype):
+        return self.gpu.array(self.host.astype(dtype))
+
+    def __getitem__(self, at):
+        if any(isinstance(part, cupy.ndarray) for part in (at if isinstance(at, tuple) else (at,))):
+            return self.gpu.array(self.host[to_host(at)])
+        return super().__getitem__(at)
+
+    def __setitem__(self, at, values):
+        self.host[to_host(at)] = to_host(values)
+
+
+def to_host(a):
+    if isinstance(a, tuple):
+        return tuple(map(to_host, a))
+    return a.host if isinstance(a, HostArray) else a
+
+
+def _operator(apply):
+    def method(self, *others):
+        return self.gpu.array(apply(self.host, *map(to_host, others)))
+
+    return method
+
+
+for _name in ["lt", "le", "eq", "ne", "ge", "gt", "add", "sub", "mul", "and", "or", "xor", "invert"]:
+    setattr(HostArray, f"__{_name}__", _operator(getattr(operator, f"__{_name}__")))
+for _name in ("all", "any", "min", "max"):
+    setattr(HostArray, _name, lambda self, *axis, _name=_name, **more: getattr(self.host, _name)(*axis, **more))
+
+
 class Gpu:
     """Host memory that calls see as memory of a Hopper GPU; `seed` orders the warps of every launch."""
 
@@ -32,37 +90,36 @@ class Gpu:
 
     def array(self, values, writable=True):
         """A CuPy array over (a copy of) NumPy values, known to later launches."""
-        import cupy
-
-        values = np.asarray(values)
+        values = np.asarray(to_host(values))
         room = np.full(values.nbytes + 256, 0xFF, np.uint8)
         begin = -room.ctypes.data % 256
         flat = room[begin : begin + values.nbytes]
         flat[:] = np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8)
         flat.flags.writeable = writable
         self.arrays.append(flat)
-        dtype = np.uint8 if values.dtype.itemsize == 1 else values.dtype
+        dtype = np.uint8 if values.dtype == ml_dtypes.float8_e4m3fn else values.dtype
         memory = cupy.cuda.UnownedMemory(flat.ctypes.data, max(1, flat.nbytes), flat, 0)
-        return cupy.ndarray(values.shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+        made = HostArray(values.shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+        made.gpu = self
+        return made
+
+    def asarray(self, values, dtype=None):
+        if isinstance(values, HostArray) and dtype in (None, values.dtype):
+            return values
+        return self.array(np.asarray(to_host(values), dtype))
 
     def empty(self, shape, dtype):
-        return self.array(
-            np.full(shape, 0xFF, np.uint8).view(np.uint8) if dtype == np.uint8 else self._filled(shape, dtype)
-        )
+        """Bytes of 0xFF, NaN in every floating dtype."""
+        made = np.empty(shape, dtype)
+        made.reshape(-1).view(np.uint8)[...] = 0xFF
+        return self.array(made)
 
-    @staticmethod
-    def _filled(shape, dtype):
-        dtype = np.dtype(dtype)
-        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        return np.full(size, 0xFF, np.uint8).view(dtype).reshape(shape)
+    def zeros(self, shape, dtype=np.float32):
+        return self.array(np.zeros(shape, dtype))
 
     def numpy(self, a):
         """The values of such an array."""
-        if 0 in a.shape:
-            return np.zeros(a.shape, a.dtype)
-        size = sum((n - 1) * s for n, s in zip(a.shape, a.strides, strict=True)) + a.dtype.itemsize
-        raw = np.frombuffer(ctypes.string_at(a.data.ptr, size), np.uint8)
-        return np.ndarray(a.shape, a.dtype, raw.tobytes(), 0, a.strides)
+        return a.get()
 
     def launcher(self):
         gpu = self
@@ -94,8 +151,6 @@ def forget():
 
 def install(monkeypatch, gpu):
     """Let cupy_paged's CUDA backend run on `gpu` until the test ends."""
-    import cupy
-
     from cupy_paged import arrays, ops
     from cupy_paged.backends import cuda, cuda_pool
 
@@ -124,6 +179,8 @@ def install(monkeypatch, gpu):
     monkeypatch.setattr(arrays, "own", own)
     monkeypatch.setattr(arrays, "current_stream_of", lambda kind, device: 0)
     monkeypatch.setattr(arrays, "on_device", lambda a, stream=None: contextlib.nullcontext())
+    for name in ("asarray", "empty", "zeros"):  # what tests make arrays by
+        monkeypatch.setattr(cupy, name, getattr(gpu, name))
     monkeypatch.setattr(arrays, "to_numpy", lambda a: a.obj if a.kind == "numpy" else gpu.numpy(a.obj))
     arrays.view("q", gpu.array(np.zeros(1, np.float32)))
     return cupy

@@ -136,15 +136,16 @@ struct Machine {
         return c->shared.data() + (at - SHARED_BASE);
     }
     // Checks that accesses of different warps to a word of shared memory are ordered by barriers. Accesses of less than
-    // a word and atomics are not looked at. `async`: by wgmma, which also needs a fence behind the write.
-    void touch(Warp& w, const Ins& i, int lane, u64 at, u64 bytes, bool write, bool async = false) {
+    // a word and atomics are not looked at. `async`: by wgmma, which also needs a fence behind the write. `same`: writes
+    // what is there already, as several warps may at once.
+    void touch(Warp& w, const Ins& i, int lane, u64 at, u64 bytes, bool write, bool async = false, bool same = false) {
         if (bytes < 4) return;
         Cta& c = at >> 24 ? ctas[(at >> 24) - 1] : *w.cta;
         const u64 first = ((at & 0xffffff) - SHARED_BASE) / 4;
         for (u64 word = first; word < first + bytes / 4; ++word) {
             Written& last = c.written[word];
             u32* reads = &c.reads[word * num_warps];
-            if (last.clock > w.clocks.seen[last.warp])
+            if (last.clock > w.clocks.seen[last.warp] && !same)
                 fail(w, i, lane, std::string("race: ") + (write ? "write" : "read") + " of the shared word " + hex(SHARED_BASE + 4 * word) + ", written by warp " + std::to_string(last.warp) + " at line " + std::to_string(last.line) + ", without a barrier between");
             if (async && last.clock > w.clocks.fenced[last.warp])
                 fail(w, i, lane, "wgmma reads the shared word " + hex(SHARED_BASE + 4 * word) + ", written by warp " + std::to_string(last.warp) + " at line " + std::to_string(last.line) + ", without fence.proxy.async between");
@@ -517,7 +518,12 @@ bool Machine::step(Warp& w, size_t which) {
                 const u64 at = base[l] + i.imm, whole_bytes = n * bytes;
                 u8* p;
                 if (i.mod == 0) p = global(w, i, l, at, whole_bytes, whole_bytes, store);
-                else if (i.mod == 1) { p = shared(w, i, l, at, whole_bytes, whole_bytes); touch(w, i, l, at, whole_bytes, store); }
+                else if (i.mod == 1) {
+                    p = shared(w, i, l, at, whole_bytes, whole_bytes);
+                    bool same = store;
+                    for (i64 k = 0; same && k < n; ++k) same = !memcmp(p + k * bytes, &R(k + 1)[l], bytes);
+                    touch(w, i, l, at, whole_bytes, store, false, same);
+                }
                 else if (i.mod == 2) { if (at + whole_bytes > param_bytes) fail(w, i, l, "parameter out of bounds"); p = (u8*)params + at; }
                 else { if (at + whole_bytes > local_bytes) fail(w, i, l, "local access out of bounds"); p = w.local.data() + (u64)l * local_bytes + at; }
                 for (i64 k = 0; k < n; ++k, p += bytes) {
