@@ -316,7 +316,7 @@ class ShardedKV:
             if options.get("positions") is not None and options.get("cos") is not None:
                 positions, cos = view("positions", options["positions"]), view("cos", options["cos"])
                 checks_pool.position_values(arrays.to_numpy(positions), cos.shape[0])
-        at = self._address(stream, rows, where, pool)
+        at = self._address(stream, rows, where)
         with arrays.on_device(rows, at):
             if where.kind != "numpy" and (where.dtype == "int64" or where.strides != (4,)):  # the kernel reads int32
                 given = arrays.raw(where)
@@ -392,7 +392,7 @@ class ShardedKV:
         pool, scales = self.local._codes, self.local._scales
         problem = checks.decode(q_, pool, indices, indptr, sink, scales, None, self.local.group_size, 0, False)
         scale = problem.head_dim**-0.5 if softmax_scale is None else checks.finite("softmax_scale", softmax_scale)
-        at = self._address(stream, q_, indices, indptr, sink, pool, scales)
+        at = self._address(stream, q_, indices, indptr, sink)
         with arrays.on_device(q_, at):
             buffers = self._prepared(q_, problem.nnz, layout)
             mine, bounds = view("kv_indices", buffers.indices), view("kv_indptr", buffers.indptr)
@@ -515,7 +515,12 @@ class ShardedKV:
         return self.rank, self.size, self.local.page_size, self.num_slots
 
     def _address(self, stream: Any, first: Array, *others: Array | None) -> int:
-        return 0 if first.kind == "numpy" else arrays.stream_for(stream, first, *others)
+        """The stream of a call; it waits for the pool and `others` where they are other libraries'."""
+        if first.kind == "numpy":
+            return 0
+        address = arrays.stream_for(stream, first, self.local._codes, self.local._scales, *others)
+        self.local._outlive()
+        return address
 
     def _split(self) -> Any:
         if self.local._codes.kind == "numpy":
