@@ -99,9 +99,6 @@ def paged_decode(
     -----
     The semantics are those of SGLang's ``sparse_attn_v4_paged_decode``, with exact float32 scales.
     """
-    if q is None or unified_kv is None or kv_indices is None or kv_indptr is None:
-        checks.require(q=q, unified_kv=unified_kv, kv_indices=kv_indices, kv_indptr=kv_indptr)
-    key = None
     try:
         q_at, q_key = SIGNATURES[type(q)](q)
         pool_at, pool_key = SIGNATURES[type(unified_kv)](unified_kv)
@@ -112,9 +109,7 @@ def paged_decode(
         out_at, out_key = SIGNATURES[type(out)](out)
         work_at, work_key = SIGNATURES[type(workspace)](workspace)
         # Types stand beside options because 64.0 and True equal 64 and 1, and must not pass for them.
-        options = (group_size, type(group_size), num_splits, type(num_splits), batch_invariant, type(batch_invariant))
-        wanted = (
-            type(q),
+        key: Any = (
             q_key,
             pool_key,
             indices_key,
@@ -123,53 +118,43 @@ def paged_decode(
             scales_key,
             out_key,
             work_key,
-            options,
+            group_size,
+            type(group_size),
+            num_splits,
+            type(num_splits),
+            batch_invariant,
+            type(batch_invariant),
         )
-        call = _calls.get(wanted)
-        key = wanted
+        call = _calls.get(key)
     except Exception:  # an array of a new type or without an address, an unhashable option: the checks name it
-        call = None
-    if call is not None:
-        from .backends import cuda
-
-        if validate or cuda.current_device() != call.device:
-            call = None  # the whole way, which reads the lists or makes the device current
-    if call is not None:
+        call = key = None
+    # Validation, which reads the lists, and calls from another current device go the whole way.
+    if call is not None and not validate and call.current_device() == call.device:
         at = None if stream is None else arrays.stream_address(stream)
         scale = call.default_scale if softmax_scale is None else checks.finite("softmax_scale", softmax_scale)
-        target, lse, lse_at = out, None, 0
+        target, lse, lse_at, new = out, None, 0, 0  # new: all addresses that the key does not know
         if out is None or return_lse or workspace is None:
             q_ = view("q", q)
             if out is None:
                 made = arrays.empty(q_, q_.shape, q_.dtype, at)
                 target, out_at = made.obj, made.ptr
+                new = out_at
             if return_lse:
                 made = arrays.empty(q_, q_.shape[:2], "float32", at)
                 lse, lse_at = made.obj, made.ptr
+                new |= lse_at
             if workspace is None and call.workspace_bytes:
                 scratch = arrays.empty(q_, (call.workspace_bytes,), "uint8", at)  # in use until the launches are queued
                 work_at = scratch.ptr
-        new = (0 if out is not None else out_at) | lse_at | (0 if workspace is not None else work_at)
+                new |= work_at
         if not new & 15:
             if at is None:
                 at = arrays.current_stream_of(call.kind, call.device)
-            if not call.workspace_bytes:
-                work_at = 0
-            call(
-                q_at,
-                pool_at,
-                scales_at,
-                indices_at,
-                indptr_at,
-                sink_at,
-                out_at,
-                lse_at,
-                work_at,
-                scale,
-                at,
-            )
+            work_at = work_at if call.workspace_bytes else 0
+            call(q_at, pool_at, scales_at, indices_at, indptr_at, sink_at, out_at, lse_at, work_at, scale, at)
             return (target, lse) if return_lse else target
 
+    checks.require(q=q, unified_kv=unified_kv, kv_indices=kv_indices, kv_indptr=kv_indptr)
     q_, pool = view("q", q), view("unified_kv", unified_kv)
     indices, indptr = view("kv_indices", kv_indices), view("kv_indptr", kv_indptr)
     sink, scales, out_ = _optional("attn_sink", attn_sink), _optional("kv_scales", kv_scales), _optional("out", out)

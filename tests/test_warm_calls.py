@@ -189,3 +189,42 @@ def test_the_number_of_remembered_calls_is_bounded(device, monkeypatch):
     for n in range(1, 10):
         paged_decode(**call(kv_indices=at(0x300000, (n,), I32)))
         assert 1 <= len(ops._calls) <= 3
+
+
+def test_an_array_whose_shape_was_set_in_place_is_decided_anew(device):
+    given = call(kv_indices=at(0x300000, (1, NNZ), I32))
+    given["kv_indices"].shape = (NNZ,)
+    paged_decode(**given)
+    given["kv_indices"].shape = (1, NNZ)
+    with pytest.raises(ValueError, match="kv_indices"):
+        paged_decode(**given)
+    given["kv_indices"].shape = (NNZ,)
+    Recorder.made.clear()
+    paged_decode(**given)
+    assert len(device) == 2
+    assert Recorder.made[0][0][22] == NNZ
+
+
+def test_strides_of_axes_of_length_one_do_not_matter(device):
+    paged_decode(**call(unified_kv=at(0x200000, (1, D), U8), kv_scales=at(0x600000, (1, D // 64), F32)))
+    kernels = len(Recorder.made)
+    paged_decode(**call(unified_kv=at(0x200000, (1, D), U8, (3, 1)), kv_scales=at(0x600000, (1, D // 64), F32)))
+    assert len(device) == 1
+    assert Recorder.made[kernels:] == Recorder.made[:kernels]
+    ops._calls.clear()
+    cuda._prepared.clear()
+    paged_decode(**call(unified_kv=at(0x200000, (1, D), U8, (3, 1)), kv_scales=at(0x600000, (1, D // 64), F32)))
+    assert len(device) == 2  # checked in full it passes too
+
+
+def test_another_current_device_is_seen(device, monkeypatch):
+    now = [0]
+    runtime = types.SimpleNamespace(getDevice=lambda: now[0], setDevice=lambda n: now.__setitem__(0, n))
+    monkeypatch.setattr(cuda, "_cupy", lambda: types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime)))
+    paged_decode(**call())
+    launched = list(Recorder.made)
+    now[0] = 1
+    paged_decode(**call())
+    assert len(device) == 2
+    assert Recorder.made == launched * 2
+    assert now == [1]

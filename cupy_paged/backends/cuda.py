@@ -11,7 +11,7 @@ import ctypes
 import functools
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +106,7 @@ def load(
         return _launch(device, file, entry, tuple(sorted(constants.items())), grid, threads, shared_bytes)
 
 
-def run(kernel: Launch, device: int, params: int, stream: int) -> None:
+def run(kernel: Launch, device: int, params: int | ctypes.c_void_p, stream: int) -> None:
     """Launch on `device`; `params` is the address of the kernel parameter array."""
     if _cupy().cuda.runtime.getDevice() == device:
         kernel(params, stream)
@@ -248,6 +248,7 @@ class Call:
 
     kind: str  # of q, whose library's current stream is the default
     device: int
+    current_device: Callable[[], int]
     default_scale: float
     workspace_bytes: int
     lse_offset: int
@@ -271,6 +272,9 @@ class Call:
     ) -> None:
         """Launch on the current device, which must be `device`; the arrays are given by their addresses."""
         params = _params
+        factor = softmax_scale * LOG2_E
+        if not -LARGEST <= factor <= LARGEST:
+            factor = LARGEST if factor > 0 else -LARGEST
         _PACK.pack_into(
             params.buffer,
             0,
@@ -285,7 +289,7 @@ class Call:
             workspace,
             workspace + self.lse_offset,
             self.strides,
-            min(max(softmax_scale * LOG2_E, -LARGEST), LARGEST),
+            factor,
             self.sizes,
         )
         address = params.address
@@ -321,7 +325,10 @@ def bind(problem: Problem, q: Array, pool: Array, scales: Array | None, out: Arr
         plan.num_partials,
     )
     scale = problem.head_dim**-0.5
-    return Call(q.kind, q.device, scale, plan.workspace_bytes, plan.lse_offset, strides, sizes, prepared.launches)
+    current = _cupy().cuda.runtime.getDevice
+    return Call(
+        q.kind, q.device, current, scale, plan.workspace_bytes, plan.lse_offset, strides, sizes, prepared.launches
+    )
 
 
 def decode(

@@ -68,14 +68,14 @@ class Launch:
         shared_bytes: int = 0,
         dependent: bool = False,
     ) -> None:
-        self._function = function
+        self._function = ctypes.c_void_p(function)  # an object that ctypes takes as it is
         self._geometry = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
         self._shared_bytes = shared_bytes
         self._dependent = dependent
         self._launch = _driver().cuLaunchKernelEx
         self._local = threading.local()  # a config holds the stream, so each thread has its own
 
-    def _config(self) -> tuple[_Config, int]:
+    def _config(self) -> tuple[_Config, ctypes.c_void_p]:
         grid, block = self._geometry
         config = _Config((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), self._shared_bytes)
         if self._dependent:
@@ -83,10 +83,10 @@ class Launch:
             attribute.value[0] = 1
             config.attributes = ctypes.pointer(attribute)
             config.num_attributes = 1
-        self._local.config = config, ctypes.addressof(config)
-        return self._local.config
+        made = self._local.config = config, ctypes.c_void_p(ctypes.addressof(config))
+        return made
 
-    def __call__(self, params: int, stream: int) -> None:
+    def __call__(self, params: int | ctypes.c_void_p, stream: int) -> None:
         """Launch on `stream` with `params`, the address of the kernel parameter array."""
         try:
             config, address = self._local.config
@@ -104,4 +104,4 @@ class Params(threading.local):
     def __init__(self, size: int) -> None:
         self.buffer = ctypes.create_string_buffer(size)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
-        self.address = ctypes.addressof(self._pointers)
+        self.address = ctypes.c_void_p(ctypes.addressof(self._pointers))
