@@ -146,9 +146,14 @@ def _from_cupy(name: str, a: Any) -> Array:
 def _from_torch(name: str, a: Any) -> Array:
     device = a.device
     if device.type != "cuda":
+        # torch gives NumPy neither bfloat16 nor FP8 under their own names
+        bits = {
+            "bfloat16": "view(torch.uint16).numpy().view(ml_dtypes.bfloat16)",
+            "float8_e4m3fn": "view(torch.uint8).numpy()",
+        }
         raise TypeError(
             f"{name} is a torch tensor on {str(device)!r}; move it to the GPU with {name}.cuda(), "
-            f"or give NumPy arrays ({name}.numpy()) to run on the NumPy backend"
+            f"or give NumPy arrays ({name}.{bits.get(dtype_name(a.dtype), 'numpy()')}) to run on the NumPy backend"
         )
     if a.requires_grad:
         raise TypeError(f"{name} requires grad, and this is inference only: give {name}.detach()")
@@ -281,8 +286,10 @@ def result(a: Array, stream: int | None = None) -> Any:
         return a.given
     if a.library == "jax":
         jax = sys.modules["jax"]
-        if a.kind == "numpy":
-            return jax.numpy.asarray(a.obj)
+        if a.kind == "numpy":  # stays on the CPU where that is not JAX's default
+            other = jax.default_backend() != "cpu"
+            with jax.default_device(jax.local_devices(backend="cpu")[0]) if other else contextlib.nullcontext():
+                return jax.numpy.asarray(a.obj)
         with on_device(a, stream):  # JAX will wait for CuPy's current stream
             return jax.dlpack.from_dlpack(exchange.FP8(a.obj) if a.dtype == "float8_e4m3fn" else a.obj)
     if a.kind == "numpy" or a.dtype == "bfloat16":  # Numba has no bfloat16: those stay CuPy arrays

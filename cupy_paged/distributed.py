@@ -68,7 +68,8 @@ class NumpyGroup:
             self._barrier.wait(self._timeout)
         except threading.BrokenBarrierError:
             raise RuntimeError(
-                f"not all of {self.size} ranks came to a collective within {self._timeout} s: one has failed or makes other calls"
+                f"not all of {self.size} ranks came to a collective within {self._timeout} s: one has failed or makes "
+                "other calls; find its error and start again with a new NumpyGroup"
             ) from None
 
 
@@ -253,7 +254,10 @@ class ShardedKV:
 
     @classmethod
     def from_arrays(cls, comm: Any, num_pages: int, codes: Any, scales: Any = None, **options: Any) -> ShardedKV:
-        """A pool over existing arrays: this rank's pages in order, as `PagedKV.from_arrays` takes them."""
+        """A pool over existing arrays: this rank's pages in order, as `PagedKV.from_arrays` takes them.
+
+        ValueError if `codes` does not hold as many pages as this rank has of `num_pages`.
+        """
         self = cls.__new__(cls)
         self._comm = communicator(comm)
         self._num_pages = checks.positive_int("num_pages", num_pages, 0)
@@ -314,7 +318,7 @@ class ShardedKV:
             if options.get("positions") is not None and options.get("cos") is not None:
                 positions, cos = view("positions", options["positions"]), view("cos", options["cos"])
                 checks_pool.position_values(arrays.to_numpy(positions), cos.shape[0])
-        at = self._address(stream, rows, where, pool)
+        at = self._address(stream, rows, where)
         with arrays.on_device(rows, at):
             if where.kind != "numpy" and (where.dtype == "int64" or where.strides != (4,)):  # the kernel reads int32
                 given = arrays.raw(where)
@@ -341,6 +345,8 @@ class ShardedKV:
         ------
         ValueError
             On every rank, if the ranks disagree on the shapes, the pool or the layout.
+        RuntimeError
+            In a graph capture, or a rank has not come within the time limit.
         """
         q_ = view("q", q)
         checks.ndim("q", q_, 3, "(T, H, D)")
@@ -373,6 +379,14 @@ class ShardedKV:
         out : (T, H, D), (T, H / size, D) or (T / size, H, D) array of q's kind and dtype
         lse : the same without D, float32
             Log-sum-exp over the whole pool, sink excluded.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `paged_decode`; ValueError for a layout that does not divide, and on every rank where the first calls of
+            a shape differ between the ranks.
+        RuntimeError
+            The first call of a shape is inside a graph capture, or a rank has not come within the time limit.
         """
         checks.require(q=q, kv_indices=kv_indices, kv_indptr=kv_indptr)
         q_, indices, indptr = view("q", q), view("kv_indices", kv_indices), view("kv_indptr", kv_indptr)
@@ -380,7 +394,7 @@ class ShardedKV:
         pool, scales = self.local._codes, self.local._scales
         problem = checks.decode(q_, pool, indices, indptr, sink, scales, None, self.local.group_size, 0, False)
         scale = problem.head_dim**-0.5 if softmax_scale is None else checks.finite("softmax_scale", softmax_scale)
-        at = self._address(stream, q_, indices, indptr, sink, pool, scales)
+        at = self._address(stream, q_, indices, indptr, sink)
         with arrays.on_device(q_, at):
             buffers = self._prepared(q_, problem.nnz, layout)
             mine, bounds, part, part_lse = buffers.indices, buffers.indptr, buffers.part, buffers.part_lse
@@ -502,7 +516,12 @@ class ShardedKV:
         return self.rank, self.size, self.local.page_size, self.num_slots
 
     def _address(self, stream: Any, first: Array, *others: Array | None) -> int:
-        return 0 if first.kind == "numpy" else arrays.stream_for(stream, first, *others)
+        """The stream of a call; it waits for the pool and `others` where they are other libraries'."""
+        if first.kind == "numpy":
+            return 0
+        address = arrays.stream_for(stream, first, self.local._codes, self.local._scales, *others)
+        self.local._outlive()
+        return address
 
     def _split(self) -> Any:
         if self.local._codes.kind == "numpy":

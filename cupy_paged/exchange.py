@@ -348,7 +348,10 @@ def as_fp8(codes: Any) -> FP8:
     as_codes : the way back
     """
     if str(getattr(codes, "dtype", None)).rpartition(".")[2] != "uint8" or not hasattr(codes, "__dlpack__"):
-        raise TypeError(f"codes must be an array of uint8 with __dlpack__, got {getattr(codes, 'dtype', type(codes))}")
+        raise TypeError(
+            f"codes must be an array of uint8 with __dlpack__ (a NumPy array of FP8: codes.view('uint8')), "
+            f"got {getattr(codes, 'dtype', type(codes))}"
+        )
     return FP8(codes)
 
 
@@ -367,13 +370,15 @@ def as_codes(array: Any) -> Any:
     Raises
     ------
     TypeError
-        `array` is not float8_e4m3fn.
+        `array` is not float8_e4m3fn, or offers no ``__dlpack__``.
     """
     if isinstance(array, np.ndarray):
         dtype, codes = array.dtype.name, array
+    elif not hasattr(array, "__dlpack_device__"):
+        raise TypeError(f"array must have __dlpack__, or be NumPy's, got {type(array).__qualname__}")
     else:
         memory = take("array", array)
         dtype, codes = memory.dtype, to_numpy(memory) if memory.device < 0 else to_cupy(memory)
     if dtype != "float8_e4m3fn":
-        raise TypeError(f"array must be float8_e4m3fn, got {dtype}")
+        raise TypeError(f"array must be float8_e4m3fn, got {dtype}; quantize_kv makes codes of other values")
     return codes.view("uint8")

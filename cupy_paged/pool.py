@@ -285,9 +285,13 @@ class PagedKV:
             try:
                 yield at
             finally:
-                for a in (self._codes, self._scales):
-                    if a is not None and a.lent is not None:
-                        a.lent.stream = None  # the pool outlives the call, and perhaps the stream
+                self._outlive()
+
+    def _outlive(self) -> None:
+        """Forget the stream of a call: the pool lives longer, perhaps than the stream."""
+        for a in (self._codes, self._scales):
+            if a is not None and a.lent is not None:
+                a.lent.stream = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the pool to a safetensors file: codes, scales, page size and group size together.

@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import test_ends
+from hopper import always_hopper
 
 from cupy_paged import (
     arrays,
@@ -24,8 +25,7 @@ from cupy_paged import (
     quantize_kv,
     store_kv,
 )
-from cupy_paged.backends import cuda, cuda_split, numpy_split, variants
-from cupy_paged.plan import make_plan
+from cupy_paged.backends import cuda, cuda_split, numpy_split
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="the emulator is compiled with g++")
@@ -298,14 +298,7 @@ HOPPER = {
 @pytest.fixture
 def hopper(gpu, monkeypatch):
     """Every call takes the Hopper kernel."""
-
-    def choose(problem, arch, num_sms, align):
-        variant = variants.wgmma_variant(problem, num_sms)
-        slots = max(1, num_sms // -(-problem.num_heads // variant.heads_per_cta))
-        chunks = {"chunk_min": max(256, 16 * problem.num_heads), "max_chunks": 64}
-        return variant, make_plan(problem, tile=variant.tile, row_cost=variant.row_cost, slots=slots, **chunks)
-
-    monkeypatch.setattr(cuda, "choose", choose)
+    monkeypatch.setattr(cuda, "choose", always_hopper)
     return gpu
 
 

@@ -176,6 +176,8 @@ def test_fp8_helpers_refuse_what_is_not_fp8():
         cupy_paged.as_codes(np.zeros(3, "uint8"))
     with pytest.raises(TypeError, match="float8_e4m3fn, got float8_e5m2"):
         cupy_paged.as_codes(Exporter(np.zeros(3, ml_dtypes.float8_e5m2)))
+    with pytest.raises(TypeError, match=r"array must have __dlpack__.* got list"):
+        cupy_paged.as_codes([1, 2])
 
 
 def test_streams():

@@ -10,20 +10,13 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from hopper import always_hopper
 
 from cupy_paged import ops, paged_decode, workspace_size
 from cupy_paged.backends import cuda, variants
-from cupy_paged.plan import make_plan
 
 pytestmark = pytest.mark.gpu
 BF16, FP16 = ml_dtypes.bfloat16, np.float16
-
-
-def always_hopper(problem, arch, num_sms, align):
-    variant = variants.wgmma_variant(problem, num_sms)
-    slots = max(1, num_sms // -(-problem.num_heads // variant.heads_per_cta))
-    chunks = {"chunk_min": max(256, 16 * problem.num_heads), "max_chunks": 64}
-    return variant, make_plan(problem, tile=variant.tile, row_cost=variant.row_cost, slots=slots, **chunks)
 
 
 @pytest.fixture

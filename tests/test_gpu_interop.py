@@ -135,6 +135,17 @@ def test_everything_of_one_library(library, pool, q):
     check(call, out, lse)
 
 
+def test_jax_on_the_cpu_stays_there():
+    to_jax(np.ones(1, "float32"))  # skips where this JAX has no GPU
+    import jax
+
+    cpu = jax.local_devices(backend="cpu")[0]
+    call = on_host()
+    out, lse = cupy_paged.paged_decode(**{n: jax.device_put(a, cpu) for n, a in call.items()}, return_lse=True)
+    assert out.devices() == lse.devices() == {cpu}
+    check(call, out, lse)
+
+
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("library", [k for k in PUT if k != "cupy"])
 @pytest.mark.parametrize("stream", ["default", "side", "captured"])

@@ -49,33 +49,20 @@ def warm(put, **options):
     gc.collect()
 
 
-def test_memory_made_for_a_call_belongs_to_its_stream(side):
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_memory_made_for_a_call_belongs_to_its_stream(side, library):
     """Scratch memory is free for the stream of the call alone: others must not write there while it runs."""
-    import cupy
-
+    module = pytest.importorskip(library)
     stream, busy = side
     call = on_host()
-    put = {name: to_cupy(a) for name, a in call.items()}
+    put = {name: (to_cupy if library == "cupy" else to_torch)(a) for name, a in call.items()}
+    options = {"dtype": module.uint8} | ({"device": "cuda"} if library == "torch" else {})
     warm(put, stream=stream)
     busy()
     out = cupy_paged.paged_decode(**put, stream=stream)
-    garbage = [cupy.full(1 << n, 0xFF, "uint8") for n in range(9, 24) for _ in range(4)]  # on the default stream
-    cupy.cuda.get_current_stream().synchronize()
-    stream.synchronize()
-    check(call, out)
-    assert len(garbage) == 60
-
-
-def test_torch_memory_made_for_a_call_belongs_to_its_stream(side):
-    torch = pytest.importorskip("torch")
-    stream, busy = side
-    call = on_host()
-    put = {name: to_torch(a) for name, a in call.items()}
-    warm(put, stream=stream)
-    busy()
-    out = cupy_paged.paged_decode(**put, stream=stream)
-    garbage = [torch.full((1 << n,), 0xFF, dtype=torch.uint8, device="cuda") for n in range(9, 24) for _ in range(4)]
-    torch.cuda.current_stream().synchronize()
+    garbage = [module.full((1 << n,), 0xFF, **options) for n in range(9, 24) for _ in range(4)]  # on the default stream
+    default = module.cuda.get_current_stream() if library == "cupy" else module.cuda.current_stream()
+    default.synchronize()
     stream.synchronize()
     check(call, out)
     assert len(garbage) == 60

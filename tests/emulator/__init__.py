@@ -1,7 +1,8 @@
 """CUDA kernels on the CPU: compiled to PTX by NVRTC, which needs no GPU, and interpreted by machine.cpp.
 
 Accesses outside the given arrays or shared memory, misaligned ones, deadlocks, races of warps for words of shared memory
-and registers touched while a wgmma is in flight are errors. Warps run in an order drawn from a seed, and cp.async and wgmma complete early or late by the seed.
+and registers touched while a wgmma is in flight are errors. Warps run in an order drawn from a seed, and cp.async and
+wgmma complete early or late by the seed.
 """
 
 from __future__ import annotations

@@ -181,6 +181,7 @@ def install(monkeypatch, gpu):
     monkeypatch.setattr(arrays, "on_device", lambda a, stream=None: contextlib.nullcontext())
     for name in ("asarray", "empty", "zeros"):  # what tests make arrays by
         monkeypatch.setattr(cupy, name, getattr(gpu, name))
+    monkeypatch.setattr(cupy, "isnan", lambda a: gpu.array(np.isnan(a.host)))
     monkeypatch.setattr(arrays, "to_numpy", lambda a: a.obj if a.kind == "numpy" else gpu.numpy(a.obj))
     arrays.view("q", gpu.array(np.zeros(1, np.float32)))
     return cupy
