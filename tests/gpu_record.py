@@ -12,6 +12,8 @@ RECORD = ROOT / "tests" / "gpu_record.json"
 # What decides the outcome of a GPU test beside the test itself: the kernels and the code that launches them.
 LAUNCHING = (
     "arrays.py",
+    "communicators.py",
+    "distributed.py",
     "exchange.py",
     "jit.py",
     "lists.py",
