@@ -336,7 +336,7 @@ def on_device(a: Array, stream: int | None = None) -> Iterator[None]:
         if a.kind == "torch" and stream is not None:
             stack.enter_context(torch_stream(stream, a.obj.device))
         stack.enter_context(cupy.cuda.Device(a.device))
-        stack.enter_context(cupy.cuda.ExternalStream(address, a.device))
+        stack.enter_context(exchange.cupy_stream(address))
         yield
 
 

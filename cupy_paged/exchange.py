@@ -96,7 +96,7 @@ def capturing(stream: int) -> bool:
         return False
     import cupy
 
-    return bool(cupy.cuda.ExternalStream(stream).is_capturing())
+    return bool(cupy.cuda.runtime.streamIsCapturing(stream))
 
 
 def wait(stream: int, producer: int, device: int) -> None:
@@ -105,10 +105,37 @@ def wait(stream: int, producer: int, device: int) -> None:
         return
     import cupy
 
+    event = _record(producer, device)
+    cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
+
+
+def _record(stream: int, device: int) -> Any:
+    """A CuPy event for the work queued on a stream so far."""
+    import cupy
+
     with cupy.cuda.Device(device):
         event = cupy.cuda.Event(disable_timing=True)
-        event.record(cupy.cuda.ExternalStream(producer))
-        cupy.cuda.ExternalStream(stream).wait_event(event)
+        cupy.cuda.runtime.eventRecord(event.ptr, stream)
+    return event
+
+
+class Stream:
+    """The address of a stream as CUDA's stream protocol gives it."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
+def cupy_stream(address: int) -> Any:
+    """CuPy's object for a stream, which stays its owner's."""
+    import cupy
+
+    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14; it deprecates what older ones have
+        return cupy.cuda.Stream.from_external(Stream(address))
+    return cupy.cuda.ExternalStream(address)
 
 
 def let_go() -> None:
@@ -149,10 +176,7 @@ class Lent:
             stream = cupy.cuda.get_current_stream(self.device).ptr if self.stream is None else self.stream
             if capturing(stream):  # what a graph reads, its owner keeps
                 return
-            with cupy.cuda.Device(self.device):
-                event = cupy.cuda.Event(disable_timing=True)
-                event.record(cupy.cuda.ExternalStream(stream))
-            _parked.append((event, self.held))
+            _parked.append((_record(stream, self.device), self.held))
 
 
 class Memory(Lent):

@@ -212,34 +212,28 @@ class FakeDevice:
 
     def __init__(self, monkeypatch, current=0):
         cupy = pytest.importorskip("cupy")
-        self.log, self.done, self.captured, self.current = [], set(), set(), current
+        self.log, self.done, self.captured = [], set(), set()
         outer = self
 
         class Event:
             def __init__(self, **options):
-                self.stream = None
-
-            def record(self, stream):
-                self.stream = stream.ptr
-                outer.log.append(("record", stream.ptr))
+                self.ptr = self
 
             @property
             def done(self):
                 return self.stream in outer.done
 
-        class Stream:
-            def __init__(self, ptr, device=-1):
-                self.ptr = ptr
+        def record(event, stream):
+            event.stream = stream
+            outer.log.append(("record", stream))
 
-            def is_capturing(self):
-                return self.ptr in outer.captured
-
-            def wait_event(self, event):
-                outer.log.append(("wait", self.ptr, event.stream))
-
+        current_stream = types.SimpleNamespace(ptr=current)
         monkeypatch.setattr(cupy.cuda, "Event", Event)
-        monkeypatch.setattr(cupy.cuda, "ExternalStream", Stream)
-        monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda device=-1: Stream(self.current))
+        runtime = cupy.cuda.runtime
+        monkeypatch.setattr(runtime, "eventRecord", record)
+        monkeypatch.setattr(runtime, "streamIsCapturing", lambda stream: stream in outer.captured)
+        monkeypatch.setattr(runtime, "streamWaitEvent", lambda s, e: outer.log.append(("wait", s, e.stream)))
+        monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda device=-1: current_stream)
         monkeypatch.setattr(cupy.cuda, "Device", lambda number: contextlib.nullcontext())
         monkeypatch.setattr(exchange, "_parked", collections.deque())
 
@@ -286,6 +280,12 @@ def described(exporter, device=0):
     return arrays.Array(
         None, "cupy", taken.ptr, taken.shape, taken.strides, taken.dtype, 0, True, None, exporter, taken
     )
+
+
+@pytest.mark.filterwarnings("error")
+def test_streams_are_wrapped_by_what_this_cupy_does_not_deprecate():
+    pytest.importorskip("cupy")
+    assert exchange.cupy_stream(32).ptr == 32
 
 
 @pytest.mark.parametrize(("current", "asked"), [(0, 1), (1, 1), (32, 32)])
